@@ -26,14 +26,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "selective": {"policy": "selective"},
     "block, offload": {"policy": "block", **OFFLOAD},
     "selective, offload": {"policy": "selective", **OFFLOAD},
-    "block, topk": {"policy": "block"},
     "block, lead": {"policy": "block"},
-    "block, resident": {"policy": "block"},
 }
 BESIDE = {
-    "block, topk": models.topk_section(topk={"density": 0.05}),
     "block, lead": models.topk_section(topk={"density": 0.05}, error_feedback={"momentum": 0.3}),
-    "block, resident": {"weights": {"resident": True}},
 }
 """Sections beside `activation`."""
 

@@ -1,4 +1,4 @@
-"""Models of many kinds for the cases of the ecosystem: vision, two towers, experts, LoRA, plain."""
+"""Models of many kinds for the cases of the ecosystem: vision, experts, LoRA, plain torch."""
 
 from __future__ import annotations
 
@@ -46,33 +46,6 @@ def _resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(layer_type="basic", **sizes))
 
 
-def _convnext() -> nn.Module:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "num_labels": 3}
-    return ConvNextForImageClassification(ConvNextConfig(drop_path_rate=0.2, **sizes))
-
-
-def _clip() -> nn.Module:
-    """Two towers with layers of one class, of other widths, and one loss over both."""
-    from transformers import CLIPConfig, CLIPModel
-
-    common = {"intermediate_size": 40, "num_attention_heads": 2, "num_hidden_layers": 3}
-    text = {"vocab_size": architectures.VOCAB, "hidden_size": 16, "eos_token_id": 2, **common}
-    vision = {"hidden_size": 24, "image_size": 32, "patch_size": 16, **common}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-    # DeepSpeed itself cannot broadcast a parameter without dimensions
-    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
-    return model
-
-
-def _pairs(seed: int) -> dict[str, Any]:
-    tokens = torch.randint(3, architectures.VOCAB, (4, 9), generator=_generator(seed))
-    tokens[:, -1] = 2
-    images = _images(seed)["pixel_values"]
-    return {"input_ids": tokens, "pixel_values": images, "return_loss": True}
-
-
 def _llava() -> nn.Module:
     """Images as tokens among the words of a language model."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
@@ -90,8 +63,8 @@ def _image_and_words(seed: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens, "pixel_values": _images(seed)["pixel_values"]}
 
 
-def _tokens(kind: str) -> Callable[[int], dict[str, Any]]:
-    return lambda seed: architectures.batch(kind, seed)
+def _tokens(seed: int) -> dict[str, Any]:
+    return architectures.batch("llama", seed)
 
 
 def _with_decoder_inputs(seed: int) -> dict[str, Any]:
@@ -213,15 +186,11 @@ def _vectors(seed: int) -> dict[str, Tensor]:
 
 KINDS: dict[str, Kind] = {
     "resnet": Kind(_resnet, _images, ("ResNetBasicLayer",)),
-    "convnext": Kind(_convnext, _images, ("ConvNextLayer",)),
-    "vit": Kind(lambda: architectures.build("vit", 3), _tokens("vit")),
-    "clip": Kind(_clip, _pairs),
     "llava": Kind(_llava, _image_and_words),
     "bart": Kind(lambda: architectures.build("bart", 2, dropout=0.1), _with_decoder_inputs),
-    "mixtral": Kind(lambda: architectures.build("mixtral", 3), _tokens("mixtral")),
     "experts": Kind(_experts, _rows, ("ExpertBlock",)),
-    "lora": Kind(_lora(False), _tokens("llama")),
-    "lora-ready": Kind(_lora(True), _tokens("llama")),
+    "lora": Kind(_lora(False), _tokens),
+    "lora-ready": Kind(_lora(True), _tokens),
     "nn.Transformer": Kind(
         TorchsTransformer, _vectors, ("TransformerEncoderLayer", "TransformerDecoderLayer")
     ),

@@ -28,9 +28,8 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["resnet", "convnext", "vit"],
-        ["clip", "llava", "nn.Transformer"],
-        ["bart", "mixtral", "experts"],
+        ["resnet", "llava", "nn.Transformer"],
+        ["bart", "experts"],
         ["lora", "lora-ready"],
     ],
     ids=" ".join,
@@ -55,8 +54,8 @@ def test_every_lora_parameter_gets_its_gradient(world2: Any, ready: bool, plan: 
         assert result["frozen moved"] == []
 
 
-@pytest.mark.parametrize("plan", ["selective, offload", pytest.param("block", marks=SLOW)])
-def test_generation_and_evaluation_between_steps(world2: Any, plan: str) -> None:
+def test_generation_and_evaluation_between_steps(world2: Any) -> None:
+    plan = "selective, offload"
     plain = world2.run(cases.generate_between_steps, "stock")
     ours = world2.run(cases.generate_between_steps, plan)
     for without, with_us in zip(plain, ours, strict=True):
@@ -68,10 +67,8 @@ def test_generation_and_evaluation_between_steps(world2: Any, plan: str) -> None
 @pytest.mark.parametrize(
     ("plan", "flags"),
     [
-        pytest.param("block", {}, marks=SLOW),
         ("block", {"activation_checkpointing": True}),
         ("block, offload", {"gradient_checkpointing": True}),
-        pytest.param("selective, offload", {}, marks=SLOW),
     ],
     ids=str,
 )
@@ -87,14 +84,14 @@ def test_trainer_with_evaluation_accumulation_and_resume(
         _compare(without, resumed, plan)
 
 
-@pytest.mark.parametrize("plan", ["block, lead", pytest.param("block, topk", marks=SLOW)])
-def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path, plan: str) -> None:
+def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path) -> None:
+    plan = "block, lead"
     plain = world2.run(cases.trainer, str(tmp_path / "plain"), "stock", False)
     ours = world2.run(cases.trainer, str(tmp_path / "ours"), plan, False)
     again = world2.run(cases.trainer, str(tmp_path / "ours"), plan, True)
     for without, with_us, resumed in zip(plain, ours, again, strict=True):
         assert "Top-K" in with_us["summary"]
-        assert ("momentum correction" in with_us["summary"]) == ("lead" in plan)
+        assert "momentum correction" in with_us["summary"]
         assert "one exchange an accumulated step" in with_us["summary"]
         assert with_us["losses"][0] == without["losses"][0]
         assert with_us["losses"] != without["losses"]
@@ -104,20 +101,18 @@ def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path, plan: 
         assert resumed["weights"] == with_us["weights"]
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"use_reentrant": True}, {"every_n_layers": 2}, {"offload": True}], ids=str
-)
 def test_a_trainer_flag_that_asks_for_something_else_is_refused(
-    world2: Any, tmp_path: Path, kwargs: dict[str, Any]
+    world2: Any, tmp_path: Path
 ) -> None:
+    kwargs = {"use_reentrant": True}
     flags = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     for result in world2.run(cases.trainer, str(tmp_path), "block", False, **flags):
         assert "activation_checkpointing_kwargs" in result["error"]
         assert "fix:" in result["error"]
 
 
-@pytest.mark.parametrize("plan", ["block, offload", pytest.param("block", marks=SLOW)])
-def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path, plan: str) -> None:
+def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path) -> None:
+    plan = "block, offload"
     plain = world2.run(cases.accelerate, str(tmp_path / "plain"), "stock")
     ours = world2.run(cases.accelerate, str(tmp_path / "ours"), plan)
     for without, with_us in zip(plain, ours, strict=True):
@@ -126,10 +121,4 @@ def test_accelerate_with_accumulation_and_resume(world2: Any, tmp_path: Path, pl
         assert with_us["losses"][4:8] == with_us["losses"][8:]
         assert with_us["losses"][:4] != with_us["losses"][4:8]
         assert with_us["blocks"] == 3
-        assert (with_us["moved"] > 0) == ("offload" in plan)
-
-
-def test_accelerate_with_a_lead_and_resume(world2: Any, tmp_path: Path) -> None:
-    for process in world2.run(cases.accelerate, str(tmp_path), "block, lead"):
-        assert "momentum correction" in process["summary"]
-        assert process["losses"][4:8] == process["losses"][8:]
+        assert with_us["moved"] > 0

@@ -25,26 +25,15 @@ PLAIN = pytest.mark.parametrize(
 )
 
 
-def _train(model: nn.Module, steps: int = 2) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of all steps, and the model's state at the end."""
+def _train(model: nn.Module) -> list[Tensor]:
+    """Gradients of two steps."""
     gradients = []
-    for seed in range(steps):
+    for seed in range(2):
         torch.manual_seed(seed)
         model.zero_grad()
         model(data(seed)).backward()
         gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return gradients, [t.clone() for t in model.state_dict().values()]
-
-
-def _same(make: Callable[[], nn.Module], policy: Policy, steps: int = 3) -> None:
-    """Gradients and state are those of no checkpointing, to the bit."""
-    expected = _train(Stack(make), steps)
-    model = Stack(make)
-    CheckpointedBlocks(model, policy=policy)
-    got = _train(model, steps)
-    for plain, ours in zip(expected, got, strict=True):
-        assert len(plain) > 0
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    return gradients
 
 
 # shared and changed tensors
@@ -77,27 +66,9 @@ def _plus(x: Tensor, bias: Tensor, *, first: Tensor | None) -> Tensor:
     return x * bias + (0 if first is None else first.mean())
 
 
-@PLAIN
-@pytest.mark.parametrize(
-    ("stack", "inner"),
-    [
-        (ChangesBetween, lambda x: x),
-        (Shares, _plus),
-    ],
-)
-def test_tensors_between_blocks(
-    stack: type[Stack], inner: Callable[..., Tensor], policy: Policy
-) -> None:
-    models = [stack(lambda: Block(inner)) for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=policy)
-    plain, ours = (_train(model)[0] for model in models)
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-
-
-# what goes in and what comes out
-
-
 class Dicts(Block):
+    """Nested arguments and results."""
+
     def forward(self, state: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
         x, count = state["x"][0], state["count"]
         return {"x": (super().forward(x) * scale, x.mean()), "count": count + 1}
@@ -112,25 +83,31 @@ class DictStack(Stack):
         return state["x"][0].sum() + state["x"][1]
 
 
-@PLAIN
-def test_nested_arguments_and_results(policy: Policy) -> None:
-    policy = Policy(policy.settings, modules=("Dicts",))
-    models = [DictStack(lambda: Dicts(nn.Identity())) for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=policy)
-    plain, ours = (_train(model)[0] for model in models)
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+def _half_frozen() -> Stack:
+    model = Stack(lambda: Block(nn.Identity()), blocks=4)
+    for frozen in (0, 2):
+        model.blocks[frozen].requires_grad_(False)
+    return model
 
 
-@PLAIN
-def test_frozen_blocks_and_inputs_without_gradient(policy: Policy) -> None:
-    models = [Stack(lambda: Block(nn.Identity()), blocks=4) for _ in range(2)]
-    for model in models:
-        for frozen in (0, 2):
-            model.blocks[frozen].requires_grad_(False)
-    CheckpointedBlocks(models[1], policy=policy)
-    plain, ours = (_train(model)[0] for model in models)
-    assert len(plain) == 16
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+def _torchs_own(x: Tensor) -> Tensor:
+    return checkpoint(lambda y: nn.functional.dropout(y.exp(), 0.2), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ChangesBetween(lambda: Block(lambda x: x)),
+        lambda: Shares(lambda: Block(_plus)),
+        lambda: DictStack(lambda: Dicts(nn.Identity())),
+        _half_frozen,
+        lambda: Stack(lambda: Block(_torchs_own)),
+    ],
+    ids=["changes between", "shares", "dicts", "half frozen", "torch's checkpoint inside"],
+)
+def test_tensors_between_blocks(make: Callable[[], Stack], kind: str) -> None:
+    same(make, kind)
 
 
 POLICIES = pytest.mark.parametrize("kind", ["block", "attention", "segments"])
@@ -223,7 +200,7 @@ def test_tensor_parallel_random_states(policy: Policy) -> None:
         if trackers is not None:
             own = [tracker] * trackers
             CheckpointedBlocks(model, policy=policy, trackers=own)
-        results.append((_train(model)[0], tracker.states["model-parallel-rng"]))
+        results.append((_train(model), tracker.states["model-parallel-rng"]))
     plain, without, ours = results
     assert all(torch.equal(a, b) for a, b in zip(plain[0], ours[0], strict=True))
     assert torch.equal(plain[1], ours[1])
@@ -262,16 +239,6 @@ def test_forwards_that_interleave(policy: Policy) -> None:
         second.square().sum().backward()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-
-
-@PLAIN
-def test_torchs_checkpoint_inside(policy: Policy) -> None:
-    def inner(x: Tensor) -> Tensor:
-        return checkpoint(
-            lambda y: nn.functional.dropout(y.exp().tanh(), 0.2), x, use_reentrant=False
-        )
-
-    _same(lambda: Block(inner), policy)
 
 
 # exceptions in a block

@@ -73,7 +73,7 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)], ids=str)
-@pytest.mark.parametrize("product", ["linear", "linear with bias", "matmul"])
+@pytest.mark.parametrize("product", ["linear with bias", "matmul"])
 @pytest.mark.parametrize("write", WRITES)
 def test_results_that_are_written_over_are_not_kept(
     write: str, product: str, shape: tuple[int, ...]
@@ -170,20 +170,13 @@ def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...]
     torch.manual_seed(0)
     model, x = _Outside(way), torch.randn(shape)
 
-    def gradients() -> list[torch.Tensor | None]:
-        model.zero_grad()
-        model(x).pow(2).sum().backward()
-        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    policy = Policy(settings=PolicySettings("selective"), modules=("_Both",))
-    checkpointed = CheckpointedBlocks(model, policy=policy)
-    ours = gradients()
-    checkpointed.remove()
-    for expected, got in zip(plain, ours, strict=True):
-        assert expected is not None
-        assert got is not None
-        assert torch.equal(expected, got)
+    plain = _gradients(model, x)
+    CheckpointedBlocks(
+        model, policy=Policy(settings=PolicySettings("selective"), modules=("_Both",))
+    )
+    ours = _gradients(model, x)
+    assert len(plain) == len(ours) == 4
+    assert all(map(torch.equal, plain, ours))
 
 
 class _Attention(nn.Linear):

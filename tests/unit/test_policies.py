@@ -55,16 +55,6 @@ def plain(kind: str) -> tuple[dict[str, torch.Tensor], float, int]:
     return step(build(kind), kind)
 
 
-def test_the_comparison_can_fail() -> None:
-    gradients, _, _ = plain("llama")
-    assert sum(float(g.abs().sum()) > 0 for g in gradients.values()) == len(gradients)
-    model = build("llama")
-    with torch.no_grad():
-        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] += 1e-3
-    others, _, _ = step(model, "llama")
-    assert not all(torch.equal(gradients[n], others[n]) for n in gradients)
-
-
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
@@ -118,25 +108,12 @@ def test_every_n_keeps_the_inside_of_the_others() -> None:
 
 def test_parts_lie_between_nothing_and_whole_blocks() -> None:
     none, block = _held(None), _held(Policy())
-    attention, mlp = (_held(Policy(PolicySettings(kind))) for kind in ("attention", "mlp"))
-    tokens = 2 * 11
-    # an MLP of a Llama keeps its input and, 40 wide: gate, sigmoid's result or activation, up,
-    # their product; the input is the norm's result, kept as the boundary now
-    assert none - mlp == 4 * tokens * 40 * 4 * 4
-    assert block < attention < none
-    assert block < mlp < none
+    for kind in ("attention", "mlp"):
+        assert block < _held(Policy(PolicySettings(kind))) < none
 
 
-@pytest.mark.parametrize(
-    ("save_ops", "wider"),
-    [
-        (("attention",), ("attention", "qkvo")),
-        (("attention", "qkvo"), ("attention+qkvo+gate",)),
-        (("attention+qkvo+gate",), ("matmuls",)),
-    ],
-)
-def test_more_saved_operators_hold_more(save_ops: tuple[str, ...], wider: tuple[str, ...]) -> None:
-    def selective(ops: tuple[str, ...]) -> Policy:
-        return Policy(PolicySettings("selective", save_ops=ops))
-
-    assert _held(Policy()) < _held(selective(save_ops)) < _held(selective(wider)) < _held(None)
+def test_more_saved_operators_hold_more() -> None:
+    wider = ("attention", "attention+qkvo", "attention+qkvo+gate", "matmuls")
+    selected = [Policy(PolicySettings("selective", save_ops=(sets,))) for sets in wider]
+    held = [_held(policy) for policy in (Policy(), *selected, None)]
+    assert sorted(set(held)) == held
