@@ -46,9 +46,9 @@ from ds_ckpt.engine import step as engine_step
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, WarmupBits
 from ds_ckpt.lab.validate.data import Inputs, Text
 from ds_ckpt.lab.validate.runs import Outcome, train
-from ds_ckpt.lab.validate.task import Task, TaskSpec, small_llama
+from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.lab.validate.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
-from ds_ckpt.lab.workload import Corpus, embedded_corpus, file_corpus
+from ds_ckpt.lab.workload import Corpus, embedded_corpus, file_corpus, llama
 
 RESULTS = Path(__file__).parent / "results" / "frontier.jsonl"
 TUNED_RESULTS = RESULTS.with_name("frontier_tuned.jsonl")
@@ -86,7 +86,13 @@ class Cell:
         """AdamW; in dense training with the lead that the exchange gives where it compresses."""
         momentum = self.settings.momentum
         lead = momentum if self.settings.lossless and isinstance(momentum, float) else 0.0
-        return Recipe(steps, self.rate, betas=(self.b1, 0.95), lead=lead, lead_after=START)
+        return Recipe(
+            steps,
+            self.rate,
+            betas=(self.b1, 0.95),
+            momentum_correction=lead,
+            correction_start=START,
+        )
 
 
 def cell(name: str, method: str, *, feedback: bool = True, **options: Any) -> Cell:
@@ -157,8 +163,10 @@ TUNED = (*WAYS, LONGER_LEAD, *LONGER_WARM_UP, *RATES)
 class Dealt(Text):
     """A text of which a step takes the same sequences for any number of workers."""
 
-    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
-        whole = super().batch(seed, number, 0, 1, workers * rows)
+    workers: int = 1
+
+    def batch(self, seed: int, number: int, worker: int, rows: int) -> Inputs:
+        whole = super().batch(seed, number, 0, self.workers * rows)
         return {name: ids[worker * rows : (worker + 1) * rows] for name, ids in whole.items()}
 
 
@@ -199,12 +207,8 @@ def main() -> None:
             world = InProcessWorld(
                 learner.model, learner.loss, recipe, one.settings, workers=workers
             )
-            outcome = train(
-                learner,
-                world,
-                recipe.steps,
-                progress=_Progress(arguments.steps),
-            )
+            progress = _Progress(arguments.steps)
+            outcome = train(learner, world.model, world.train_step, recipe.steps, progress)
             shapes = [(n, p.shape) for n, p in learner.model.named_parameters()]
             chosen = one.settings.default
             default = {"method": chosen.method} | chosen.sections[chosen.method].model_dump()
@@ -223,10 +227,14 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> T
     """What the frontier trains; the tuned one's task names its products."""
     data, learner = (Dealt, Mixed) if "products" in task else (Text, Task)
     length = task["sequence_length"]
+    sizes = {name: task[name] for name in LLAMA}
+    windows = data.of(text, length, task["evaluation_batches"])
+    if isinstance(windows, Dealt):
+        windows = dataclasses.replace(windows, workers=task["world"])
     begun = learner(
         TaskSpec(world=task["world"], batch=task["sequences"]),
-        data.of_bytes(text, length, task["evaluation_batches"]),
-        small_llama(length=length, **{name: task[name] for name in LLAMA}),
+        windows,
+        lambda seed: llama(seed=seed, max_positions=length, attention="eager", **sizes),
     )
     if compiled:  # a quarter faster after a minute
         begun.forward = torch.compile(begun.model)

@@ -153,7 +153,7 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
         workers=task.spec.world,
     )
     seen: dict[str, Tensor] = {}
-    first = world.workers._workers[0].scheduled.exchange
+    first = world.workers.states[0].exchange
     store = first._pack
 
     def pack(items, finite):  # type: ignore[no-untyped-def]

@@ -27,46 +27,46 @@ def validate_accuracy(
         int | None, Option(min=2, help="Train on this many ZeRO-3 ranks instead.")
     ] = None,
     data: Annotated[
-        str | None,
-        Option(help="Text, or JSON lines with `text` and `label`. [default: Python's docs]"),
+        Path | None,
+        Option(
+            exists=True, help="Text, or JSON lines with `text` and `label`. [default: built in]"
+        ),
     ] = None,
     model: Annotated[
         str | None, Option(help="Hugging Face checkpoint. [default: a small new model]")
     ] = None,
     steps: Annotated[int | None, Option(min=8, help="Steps of each run.")] = None,
     learning_rate: Annotated[float | None, Option(min=1e-9, help="Maximum learning rate.")] = None,
-    betas: Annotated[str | None, Option(help="AdamW's betas. [default: 0.9,0.95]")] = None,
+    betas: Annotated[
+        tuple[float, float] | None, Option(help="AdamW's betas. [default: 0.9 0.95]")
+    ] = None,
+    dense_correction: Annotated[
+        float | None,
+        Option(min=0, max=0.99, help="First-moment correction of dense runs after 25% of steps."),
+    ] = None,
     batch: Annotated[int | None, Option(min=1, help="Rows of a micro-batch.")] = None,
     length: Annotated[int | None, Option(min=4, help="Sequence length, in tokens.")] = None,
     accumulation: Annotated[int | None, Option(min=1, help="Micro-batches per step.")] = None,
-    hidden_size: Annotated[int | None, Option(min=8, help="Hidden size of the new model.")] = None,
-    layers: Annotated[int | None, Option(min=1, help="Layers of the new model.")] = None,
-    attention: Annotated[
-        str | None, Option(help="Attention of the new model: eager or sdpa. [default: eager]")
-    ] = None,
     device: Annotated[str | None, Option(help="Device of virtual workers. [default: cpu]")] = None,
-    output: Annotated[Path, Option(help="Folder of results; finished runs are reused.")] = Path(
-        "runs/accuracy"
-    ),
-    record: Annotated[
-        Path | None, Option(help="File to add the verdicts to (verdicts.json).")
-    ] = None,
+    output: Annotated[
+        Path, Option(file_okay=False, help="Folder of results; finished runs are reused.")
+    ] = Path("runs/accuracy"),
 ) -> None:
     """Train dense and compressed in pairs, and judge the difference.
 
     Exit 0: every file is equivalent to dense training within the margin (or identical, or better).
-    1: one is worse. 2: one is inconclusive; the table has the number of --seeds to add. 3: the
+    1: one is worse. 2: one is inconclusive; the table has the --seeds to add. 3: the
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
-    given = {**locals(), "files": tuple(files)}
+    given = dict(locals())
     from rich.console import Console
 
     from ds_ckpt.errors import DsCkptError
 
     try:
-        from ds_ckpt.lab.validate.command import Arguments, run
+        from ds_ckpt.lab.validate.command import run
 
-        raise typer.Exit(run(Arguments(**given), Console(stderr=True)))
+        raise typer.Exit(run(**given, console=Console(stderr=True)))
     except typer.Exit:
         raise
     except ModuleNotFoundError as error:

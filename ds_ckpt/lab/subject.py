@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
 from ds_ckpt.config import load_file
@@ -30,12 +29,9 @@ from ds_ckpt.lab.workload import VOCAB_SIZE, hugging_face, llama
 from ds_ckpt.telemetry.memory import tensors_in
 
 DEFAULT = "demo"
-_MODEL = "MODEL"
+_HEADLINE = "the model cannot be used"
 _LONGEST = 2048
 """Largest default sequence length, in tokens."""
-_NONE = "there is no model to profile"
-_NOT_BUILT = "the model cannot be built"
-_NOT_PROFILED = "the model cannot be profiled"
 _UNIFORM = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gpt_neox"}
 """Model types whose blocks are all equal."""
 Built = tuple[nn.Module, Any]
@@ -65,29 +61,22 @@ class Subject:
     Attributes:
         name: as given on the command line.
         build: returns a model in training mode and a batch of a number of sequences.
-        can_sdpa: transformers can set attention to "sdpa".
         sized: the batch has the given number of sequences.
         layers: number of blocks, if all are equal; otherwise None.
     """
 
     name: str
     build: Callable[[int], Built]
-    can_sdpa: bool = False
     sized: bool = True
     layers: int | None = None
 
 
-def _refused(where: str, found: str, why: str, remedy: str, headline: str) -> UnsupportedError:
-    return UnsupportedError(Problem(where, found, why, remedy), headline=headline)
-
-
-def _unknown(name: str, why: str, remedy: str) -> UnsupportedError:
-    return _refused(_MODEL, f'"{name}"', why, remedy, _NONE)
+def _refused(found: str, why: str, remedy: str, where: str = "MODEL") -> UnsupportedError:
+    return UnsupportedError(Problem(where, found, why, remedy), headline=_HEADLINE)
 
 
 def _short(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {str(error).strip()[:200]}".split("\n")[0]
 
 
 def run_forward(model: nn.Module, batch: Any) -> Tensor:
@@ -96,7 +85,19 @@ def run_forward(model: nn.Module, batch: Any) -> Tensor:
     It is the output's loss, or a scalar output, or the mean of the first floating-point tensor.
     Raises UnsupportedError if the forward fails, or its output cannot be differentiated.
     """
-    output = _output(model, batch)
+    args, kwargs = arguments_of(batch)
+    kind = type(model).__name__
+    try:
+        output = model(*args, **kwargs)
+    except DsCkptError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        of_allocator = type(error) is not RuntimeError or "memory" in str(error)
+        if isinstance(error, RuntimeError) and of_allocator:  # or of fake tensors
+            raise
+        why = f"the forward of {kind} fails on its batch"
+        remedy = "make model(**batch), model(*batch) or model(batch) run"
+        raise _refused(_short(error), why, remedy) from error
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -106,31 +107,10 @@ def run_forward(model: nn.Module, batch: Any) -> Tensor:
         if leaf.requires_grad:
             return leaf if leaf.dim() == 0 else leaf.float().mean()
     raise _refused(
-        _MODEL,
-        f"{type(model).__name__} returns {type(output).__name__}",
-        "no tensor in it needs a gradient, so there is no backward to profile",
+        f"{kind} returns {type(output).__name__}",
+        "no tensor in it needs a gradient, so there is no backward",
         "leave some parameters trainable, and return a loss or a tensor",
-        _NOT_PROFILED,
     )
-
-
-def _output(model: nn.Module, batch: Any) -> Any:
-    args, kwargs = arguments_of(batch)
-    try:
-        return model(*args, **kwargs)
-    except DsCkptError:
-        raise
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        own = type(error) is RuntimeError and "memory" not in str(error)
-        if isinstance(error, RuntimeError) and not own:  # of the allocator, or of fake tensors
-            raise
-        raise _refused(
-            _MODEL,
-            _short(error),
-            f"the forward of {type(model).__name__} fails on its batch",
-            "make model(**batch), model(*batch) or model(batch) run",
-            _NOT_PROFILED,
-        ) from error
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -157,24 +137,13 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     """Return the subject of a name. Raises UnsupportedError if there is no such model."""
     if name == DEFAULT:
         return _demo(sizes)
-    if (shape := _shapes().get(name.lower())) is not None and not Path(name).exists():
-        return _hugging_face(name, sizes, shape)
-    if name == "" or name.isspace():
-        raise _unknown(
-            name,
-            "it is empty",
-            f'write "{DEFAULT}", a Hugging Face config.json, a checkpoint directory, a hub name, '
-            'or "package.module:function"',
-        )
-    if not Path(name).exists() and ":" in name:
+    is_path = bool(name) and Path(name).exists()
+    common = load_file(HARDWARE)["models"].get(name.lower())
+    if common is not None and not is_path:
+        return _hugging_face(name, sizes, common["config"])
+    if ":" in name and not is_path:
         return _callable(name, sizes)
     return _hugging_face(name, sizes)
-
-
-def _shapes() -> dict[str, dict[str, Any]]:
-    """Return the configurations of common models, by name."""
-    models = load_file(HARDWARE)["models"]
-    return {name: model["config"] for name, model in models.items()}
 
 
 def _demo(sizes: Sizes) -> Subject:
@@ -182,32 +151,23 @@ def _demo(sizes: Sizes) -> Subject:
     layers = inspect.signature(llama).parameters["layers"].default
 
     def build(batch: int) -> Built:
-        positions = max(1024, tokens)
-        model = llama(seed=0, max_positions=positions, layers=sizes.layers or layers)
+        model = llama(seed=0, max_positions=max(1024, tokens), layers=sizes.layers or layers)
         ids = _ids(batch, tokens, VOCAB_SIZE)
         return _prepared(model, sizes), {"input_ids": ids, "labels": ids}
 
-    return Subject(DEFAULT, build, can_sdpa=True, layers=layers)
+    return Subject(DEFAULT, build, layers=layers)
 
 
 def _callable(name: str, sizes: Sizes) -> Subject:
     module_name, _, path = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+    if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a command has none, `python -m` does
     try:
-        module = importlib.import_module(module_name)
+        target = operator.attrgetter(path)(importlib.import_module(module_name))
+        takes = set(inspect.signature(target).parameters)
     except Exception as error:
-        remedy = "write a module that Python finds from this folder, for example train:make"
-        raise _unknown(name, f"importing {module_name} fails: {_short(error)}", remedy) from error
-    try:
-        target = operator.attrgetter(path)(module)
-    except AttributeError:
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        remedy = f"callables there: {', '.join(sorted(names)[:20]) or 'none'}"
-        raise _unknown(name, f"{module_name} has no {path}", remedy) from None
-    if not callable(target):
-        raise _unknown(name, f"{path} is a {type(target).__name__}", "name a function")
-    takes = set(inspect.signature(target).parameters)
+        remedy = "name a module that Python finds from this folder and a function: train:make"
+        raise _refused(f'"{name}"', f"it cannot be imported: {_short(error)}", remedy) from error
 
     def build(batch: int) -> Built:
         wanted = {"batch": batch, "tokens": sizes.tokens}
@@ -217,65 +177,52 @@ def _callable(name: str, sizes: Sizes) -> Subject:
         except DsCkptError:
             raise
         except Exception as error:
-            why, remedy = f"{path} was called with {keywords or 'no arguments'}", "correct it"
-            if detect_fake_mode() is not None:
-                why += " on fake tensors, which hold no values"
-                remedy += ", or build without values"
-            raise _refused(name, _short(error), why, remedy, _NOT_BUILT) from error
+            why = f"{path} was called with {keywords or 'no arguments'}"
+            raise _refused(_short(error), why, f"correct {path}", name) from error
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            kinds = [type(m).__name__ for m in (made if isinstance(made, tuple) else (made,))]
-            returned = f"({', '.join(kinds)})" if isinstance(made, tuple) else kinds[0]
-            raise _refused(
-                name,
-                f"it returned {returned}",
-                "a model and a batch are needed to run a step",
-                "return (model, batch); the batch is a dict, a tuple or one tensor",
-                _NOT_BUILT,
-            )
-        model, given = made
+            remedy = "return (model, batch); the batch is a dict, a tuple or one tensor"
+            found = f"it returned {type(made).__name__}"
+            raise _refused(found, "a step needs a model and a batch", remedy, name)
 
         def cast(leaf: Any) -> Any:
             floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
             return leaf.to(sizes.dtype) if floating and sizes.dtype is not None else leaf
 
-        return _prepared(model, sizes), tree_map(cast, given)
+        return _prepared(made[0], sizes), tree_map(cast, made[1])
 
     return Subject(name, build, sized="batch" in takes)
 
 
 def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) -> Subject:
     """Return the subject of a shape, a config.json, a directory with one, or a hub name."""
-    transformers = hugging_face(_NONE)
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise _unknown(name, "the directory holds no config.json", "name a checkpoint's directory")
-    if path.suffix == ".json" and not path.exists():
-        raise _unknown(name, "there is no such file", "check the path")
+    transformers = hugging_face(_HEADLINE)
+    file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
         if shape is not None:
             config = transformers.AutoConfig.for_model(**shape)
+        elif file.suffix == ".json" and not file.exists():
+            raise FileNotFoundError(file)  # no hub is asked for it
         else:
             config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:
         why = f"transformers finds no configuration in it: {_short(error)}"
         remedy = (
-            'the file must name its "model_type", for example "llama"'
-            if path.exists()
-            else 'check the name, or write "demo", the path of a config.json, or "module:function"'
+            f'write "{DEFAULT}", a config.json or its directory, a hub name, or "module:function"'
         )
-        raise _unknown(name, why, remedy) from error
+        raise _refused(f'"{name}"', why, remedy) from error
 
     def build(batch: int) -> Built:
         model = _hf_model(name, config, sizes)
-        return model, _hf_batch(name, model, batch, sizes)
+        return model, _hf_batch(model, batch, sizes)
 
     alike = (
         config.model_type in _UNIFORM and len(set(getattr(config, "layer_types", None) or ())) < 2
     )
-    return Subject(name, build, can_sdpa=True, layers=config.num_hidden_layers if alike else None)
+    return Subject(name, build, layers=config.num_hidden_layers if alike else None)
 
 
 def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
+    """Build the class that the configuration names, or a causal language model."""
     import transformers
 
     config = copy.deepcopy(config)
@@ -285,73 +232,40 @@ def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
         config.num_hidden_layers = sizes.layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: sizes.layers]
-    heads = [getattr(transformers, n, None) for n in getattr(config, "architectures", None) or ()]
-    dtype = sizes.dtype or getattr(config, "dtype", None) or torch.float32
-    before = torch.get_default_dtype()
+    named, *_ = getattr(config, "architectures", None) or [""]
     try:
-        torch.set_default_dtype(dtype)
-        if heads and heads[0] is not None:
-            model = heads[0]._from_config(config)
+        if (kind := getattr(transformers, named, None)) is not None:
+            model = kind._from_config(config)
         else:
-            model = _by_kind(config)
+            model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        why = f"the model cannot be made of it: {_short(error)}"
-        raise _unknown(name, why, "correct the configuration") from error
-    finally:
-        torch.set_default_dtype(before)
+        why, remedy = f"no model can be made of it: {_short(error)}", 'write "module:function"'
+        raise _refused(f'"{name}"', why, remedy) from error
+    dtype = sizes.dtype or getattr(config, "dtype", None) or torch.float32
     return _prepared(model, Sizes(dtype=dtype, attention=sizes.attention))
 
 
-def _by_kind(config: Any) -> Any:
-    """Build a configuration that names no class, by the first kind that supports it."""
-    import transformers
-
-    kinds = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification")
-    for kind in kinds:
-        auto = getattr(transformers, f"AutoModelFor{kind}")
-        if type(config) in auto._model_mapping:
-            return auto.from_config(config)
-    return transformers.AutoModel.from_config(config)
-
-
-def _hf_batch(name: str, model: nn.Module, batch: int, sizes: Sizes) -> dict[str, Tensor]:
-    config: Any = model.config
-    kind, main_input = type(model).__name__, getattr(model, "main_input_name", "input_ids")
-    if main_input == "pixel_values":
-        side = config.image_size
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        shape = (batch, getattr(config, "num_channels", 3), height, width)
-        made = {main_input: torch.randn(*shape, dtype=next(model.parameters()).dtype)}
-        if "Classification" in kind:
-            made["labels"] = torch.zeros(batch, dtype=torch.long)
-        return made
-    text = config.get_text_config()
+def _hf_batch(model: nn.Module, batch: int, sizes: Sizes) -> dict[str, Tensor]:
+    """Return token ids and labels."""
+    kind, config = type(model).__name__, model.config
+    text = config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary = getattr(text, "vocab_size", None)
-    if not hasattr(model, "main_input_name") or main_input != "input_ids" or vocabulary is None:
-        raise _unknown(
-            name,
-            f"{kind} takes {main_input}, for which no batch is known",
-            'write a function that returns (model, batch) and give "module:function"',
-        )
+    if getattr(model, "main_input_name", "") != "input_ids" or vocabulary is None:
+        why = f"{kind} takes other inputs than token ids, for which no batch is known"
+        raise _refused(kind, why, 'write a function that returns (model, batch): "module:function"')
     positions = getattr(text, "max_position_embeddings", None) or _LONGEST
     tokens = sizes.tokens or min(int(positions), _LONGEST)
     # rotary positions are computed for any length
     rotary = any(hasattr(text, n) for n in ("rope_theta", "rope_parameters", "rope_scaling"))
     if tokens > positions and not rotary:
-        raise _refused(
-            "--tokens",
-            str(tokens),
-            f"{kind} has {positions} positions",
-            f"write {positions} or less, or raise max_position_embeddings",
-            _NOT_PROFILED,
-        )
+        why, remedy = f"{kind} has {positions} positions", f"write {positions} or less"
+        raise _refused(str(tokens), why, remedy, "--tokens")
     ids = _ids(batch, tokens, vocabulary)
-    made = {"input_ids": ids}
     if kind.endswith("SequenceClassification"):
-        made["labels"] = torch.zeros(batch, dtype=torch.long)
-    elif kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
-        made["labels"] = ids
-    return made
+        return {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}
+    if kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
+        return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids}
 
 
 def _ids(batch: int, tokens: int, vocabulary: int) -> Tensor:
@@ -369,13 +283,9 @@ def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
         try:
             model.set_attn_implementation(sizes.attention)  # type: ignore[operator]
         except (ValueError, ImportError, AttributeError) as error:
-            raise _refused(
-                "--attention",
-                f'"{sizes.attention}" for {type(model).__name__}',
-                str(error).split("\n")[0],
-                'write "eager" or "sdpa", or leave the option out',
-                _NOT_PROFILED,
-            ) from error
+            found = f'"{sizes.attention}" for {type(model).__name__}'
+            remedy = 'write "eager" or "sdpa", or leave the option out'
+            raise _refused(found, _short(error), remedy, "--attention") from error
     if sizes.dtype is not None:
         _cast(model, sizes.dtype)
     return model

@@ -32,10 +32,7 @@ VOCAB_SIZE = 256
 
 HELDOUT_SHARE = 0.1
 _MIN_PIECES = 20
-# Parts of the library directory that are not documentation: tests, other people's packages.
-_SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-)
+_SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 _MIN_DOCSTRING_CHARACTERS = 40
 
 
@@ -51,8 +48,7 @@ class Corpus:
     def sha256(self) -> str:
         """Return a digest of both parts: equal digests mean equal data."""
         digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
-        digest.update(self.train)
-        digest.update(self.heldout)
+        digest.update(self.train + self.heldout)
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
@@ -64,11 +60,8 @@ class Corpus:
 
 def load_corpus(folder: Path) -> Corpus:
     """Read a folder that `Corpus.save` wrote."""
-    return Corpus(
-        source=str(folder),
-        train=(folder / "train.bin").read_bytes(),
-        heldout=(folder / "heldout.bin").read_bytes(),
-    )
+    train, heldout = ((folder / name).read_bytes() for name in ("train.bin", "heldout.bin"))
+    return Corpus(str(folder), train, heldout)
 
 
 @cache
@@ -82,28 +75,23 @@ def file_corpus(path: Path, option: str = "--text") -> Corpus:
 
     `option` is named in errors. Raises ConfigError if the file is unreadable or too short.
     """
-    pieces, gathered = [], ""
-    for paragraph in re.split(r"\n[ \t]*\n", contents(path, option, errors="replace")):
-        gathered += paragraph + "\n\n"
-        if len(gathered) >= 2048:
-            pieces.append(gathered)
-            gathered = ""
-    return pieces_corpus([*pieces, gathered] if gathered.strip() else pieces, path, option)
+    pieces = [""]
+    for paragraph in re.split(r"\n[ \t]*\n", contents(path, option)):
+        pieces[-1] += paragraph + "\n\n"
+        if len(pieces[-1]) >= 2048:
+            pieces.append("")
+    return pieces_corpus([piece for piece in pieces if piece.strip()], path, option)
 
 
 def pieces_corpus(pieces: Sequence[str], path: Path, option: str) -> Corpus:
     """Split pieces of a file by their content. Raises ConfigError if they are too few."""
     if len(pieces) < _MIN_PIECES:
-        raise ConfigError(
-            Problem(
-                where=option,
-                found=f"{path} with {len(pieces)} pieces of text",
-                why=f"about a tenth is held out, which needs {_MIN_PIECES} of about 2 kB that end "
-                "at blank lines, or as many lines of JSON",
-                remedy="give more text",
-            ),
-            headline="the data cannot be used",
+        found = f"{path} with {len(pieces)} pieces of text"
+        why = (
+            f"about a tenth is held out, which needs {_MIN_PIECES} of about 2 kB that end at blank "
+            "lines, or as many lines of JSON"
         )
+        raise ConfigError(Problem(option, found, why, "give more text"))
     named = {f"{i:07d} {content_hash(p)}": f"{p}\n\n".encode() for i, p in enumerate(pieces)}
     return split_topics(named, source=path.name)
 
@@ -113,23 +101,19 @@ def content_hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
-def contents(path: Path, option: str, *, errors: str = "strict") -> str:
-    """Read a text file that an option names. Raises ConfigError if it is unreadable."""
+def contents(path: Path, option: str) -> str:
+    """Read a UTF-8 file that an option names. Raises ConfigError if it is unreadable."""
     try:
-        return path.read_text(encoding="utf-8", errors=errors)
-    except OSError as error:
-        why = f"the file cannot be read: {error.strerror or error}"
-        remedy = "give the path of a file of text or JSON lines"
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why, remedy = f"it cannot be read: {error}", "give a file of text or JSON lines in UTF-8"
         raise ConfigError(Problem(option, str(path), why, remedy)) from error
-    except UnicodeDecodeError as error:
-        why = f"JSON is UTF-8; byte {error.start} is not"
-        raise ConfigError(Problem(option, str(path), why, "save the file as UTF-8")) from error
 
 
 def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
     """Split by the SHA-256 of each topic's name."""
     order = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
-    total_bytes = sum(len(text) for text in topics.values())
+    total_bytes = sum(map(len, topics.values()))
     heldout: set[str] = set()
     heldout_bytes = 0
     for name in order:
@@ -181,8 +165,7 @@ def _sources(library: Path) -> Iterator[Path]:
 def _docstrings(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            # Some library files hold escapes that a newer parser warns of.
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # escapes that a newer parser warns of
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return  # Templates and files for another version: no loss to a corpus.
@@ -191,15 +174,12 @@ def _docstrings(path: Path) -> Iterator[str]:
         for block in ("body", "handlers", "orelse", "finalbody", "cases"):
             level += getattr(node, block, ())
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node)
-            if docstring is not None:
-                # Lone surrogates cannot be encoded.
-                yield docstring.encode(errors="replace").decode()
+            docstring = ast.get_docstring(node) or ""
+            yield docstring.encode(errors="replace").decode()  # lone surrogates cannot be encoded
 
 
 def training_batch(
     text: bytes | torch.Tensor,
-    *,
     sequences: int,
     sequence_length: int,
     seed: int,
@@ -208,18 +188,10 @@ def training_batch(
 ) -> torch.Tensor:
     """Draw random windows, a function of (seed, step, process) alone.
 
-    Returns token ids of shape (sequences, sequence_length), int64, on the CPU.
+    Returns token ids of shape (sequences, sequence_length), int64, on the CPU. Raises ConfigError
+    if the text is too short.
     """
-    if len(text) <= sequence_length:
-        raise ConfigError(
-            Problem(
-                where="text",
-                found=f"{len(text)} bytes",
-                why=f"a window takes {sequence_length} bytes",
-                remedy="give a longer text or a shorter sequence length",
-            )
-        )
-    tokens = _tokens(text)
+    tokens = _tokens(text, sequence_length)
     # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.
     random = np.random.default_rng([seed, step, process])
     starts = random.integers(0, len(tokens) - sequence_length, size=sequences)
@@ -228,7 +200,6 @@ def training_batch(
 
 def evaluation_batches(
     text: bytes | torch.Tensor,
-    *,
     sequences: int,
     sequence_length: int,
     batches: int,
@@ -237,19 +208,23 @@ def evaluation_batches(
 ) -> Iterator[torch.Tensor]:
     """Yield fixed windows, spread evenly over the text and dealt out to the processes.
 
-    Every process gets the same number of batches, which ZeRO-3's all-gathers require. Shape and
-    type are those of `training_batch`.
+    Every process gets the same number of batches, which ZeRO-3's all-gathers require. Shape, type
+    and errors are those of `training_batch`.
     """
-    tokens = _tokens(text)
+    tokens = _tokens(text, sequence_length)
     wanted = batches * sequences * processes
     starts = np.linspace(0, len(tokens) - sequence_length, num=wanted).astype(np.int64)
-    mine = starts[process::processes].reshape(batches, sequences)
-    for rows in mine:
+    for rows in starts[process::processes].reshape(batches, sequences):
         yield torch.stack([tokens[s : s + sequence_length] for s in rows]).long()
 
 
-def _tokens(text: bytes | torch.Tensor) -> torch.Tensor:
-    if isinstance(text, torch.Tensor):  # ids of a tokenizer
+def _tokens(text: bytes | torch.Tensor, sequence_length: int) -> torch.Tensor:
+    """Return the ids of a text: bytes, or a tokenizer's."""
+    if len(text) <= sequence_length:
+        found, why = f"{len(text)} tokens", f"a sequence takes {sequence_length}"
+        remedy = "give a longer text or a shorter sequence length"
+        raise ConfigError(Problem("text", found, why, remedy))
+    if isinstance(text, torch.Tensor):
         return text
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -262,14 +237,18 @@ def llama(
     intermediate_size: int = 688,
     heads: int = 8,
     max_positions: int = 1024,
+    vocabulary: int = VOCAB_SIZE,
+    classes: int = 0,
+    attention: Any = None,
 ) -> torch.nn.Module:
     """Build a Llama in fp32 with untied embeddings; 4.9 million parameters by default.
 
-    The seed decides the weights. Raises UnsupportedError if transformers is missing.
+    The seed decides the weights. With `classes` it is a classifier, which pads with id 0.
+    `attention` is the implementation in transformers. Raises UnsupportedError without transformers.
     """
     transformers = hugging_face()
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocabulary,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
         intermediate_size=intermediate_size,
@@ -278,12 +257,14 @@ def llama(
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         use_cache=False,
-        # Bytes have no special tokens.
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=None,
+        pad_token_id=0 if classes else None,
+        attn_implementation=attention,
+        **({"num_labels": classes} if classes else {}),
     )
-    return seeded(seed, lambda: transformers.LlamaForCausalLM(config))
+    kind = "SequenceClassification" if classes else "CausalLM"
+    return seeded(seed, lambda: getattr(transformers, f"LlamaFor{kind}")(config))
 
 
 def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:
@@ -299,15 +280,9 @@ def hugging_face(headline: str = "") -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UnsupportedError(
-            Problem(
-                where="transformers",
-                found="not installed",
-                why="the models of experiments are Hugging Face's, and so are checkpoints",
-                remedy="install the extra: pip install 'ds_ckpt[hf]'",
-            ),
-            headline=headline,
-        ) from error
+        why, remedy = "models and checkpoints are Hugging Face's", "pip install 'ds_ckpt[hf]'"
+        problem = Problem("transformers", "not installed", why, remedy)
+        raise UnsupportedError(problem, headline=headline) from error
     return transformers
 
 

@@ -66,28 +66,21 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
     return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}
 
 
-def validated(spec: dict[str, Any], files: list[str], folder: str) -> Any:
+def validated(spec: dict[str, Any], files: list[str]) -> Any:
     """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
     from unittest.mock import patch
 
-    from ds_ckpt.lab.validate import experiment
-    from ds_ckpt.lab.validate.processes import train_zero3
-    from ds_ckpt.lab.validate.runs import Store
+    from ds_ckpt.lab.validate import experiment, processes
     from ds_ckpt.lab.validate.task import TaskSpec, open_task
 
     torch.set_num_threads(1)
-    candidates = experiment.read_candidates([Path(file) for file in files])
-    task = open_task(TaskSpec(**spec))
-    plan = experiment.Plan(task, candidates, range(1), "processes")
-    outcomes = []
+    candidates = experiment.read_candidates([Path(file) for file in files], "processes")
+    plan = experiment.Plan(open_task(TaskSpec(**spec)), candidates, range(1), "processes")
 
     def train_one(*arguments: Any) -> Any:
         fresh()
-        outcome, step_s = train_zero3(*arguments)
-        outcomes.append(dataclasses.asdict(outcome))
-        return outcome, step_s
+        return processes.train_zero3(*arguments)
 
-    with patch.object(experiment, "SAMPLE_EVERY", 2):
-        store = Store(Path(folder) / "processes.jsonl", writes=False)
-        experiment.train_missing(plan, store, train_one)
-    return outcomes
+    with patch.object(processes, "SAMPLE_EVERY", 2):
+        results = experiment.train_missing(plan, {}, train_one, lambda *_: None)
+        return [dataclasses.asdict(result.outcome) for result in results]

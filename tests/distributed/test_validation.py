@@ -10,24 +10,16 @@ from typing import Any
 import pytest
 
 from ds_ckpt.lab.validate import experiment
-from ds_ckpt.lab.validate.experiment import (
-    DENSE,
-    Plan,
-    read_candidates,
-    train_missing,
-    train_virtual,
-)
+from ds_ckpt.lab.validate.experiment import Plan, read_candidates, train_missing, train_virtual
 from ds_ckpt.lab.validate.processes import run_processes
-from ds_ckpt.lab.validate.runs import Store
+from ds_ckpt.lab.validate.runs import read_results
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from tests.distributed import cases_compression, cases_validation
 from tests.distributed.models import topk_section
 
 LOSS_TOLERANCE = 5e-6
 """See test_virtual_training.py."""
-SPEC = TaskSpec(
-    "language", world=2, batch=2, length=16, steps=8, evaluations=2, hidden_size=16, layers=1
-)  # fmt: skip
+SPEC = TaskSpec("language", world=2, batch=2, length=16, steps=8, hidden_size=16, layers=1)
 SECTIONS: dict[str, Any] = {
     "3bit": {"compression": {"method": "quantize", "warmup_steps": 2, "min_numel": 0}},
     "topk": {"compression": {"method": "topk", "warmup_steps": 0, "min_numel": 0}},
@@ -49,61 +41,39 @@ def test_processes_and_virtual_workers_come_to_the_same(
     world2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiment, "SAMPLE_EVERY", 2)
-    candidates = read_candidates(files(tmp_path, list(SECTIONS)))
-    store = Store(tmp_path / "results.jsonl")
+    everything = [str(path) for path in files(tmp_path, list(SECTIONS))]
     spec = dataclasses.replace(SPEC, accumulation=2)
+    candidates = read_candidates(files(tmp_path, ["3bit", "topk"]))
     plan = Plan(open_task(spec), candidates, range(1))
-    train_missing(plan, store, train_virtual)
-    everyone = [DENSE, *candidates]
-    real = world2.run(
-        cases_validation.validated,
-        dataclasses.asdict(spec),
-        [one.file for one in candidates],
-        str(tmp_path),
-        timeout=250,
-    )
+    virtual = [result.outcome for result in train_missing(plan, {}, train_virtual, lambda *_: None)]
+    real = world2.run(cases_validation.validated, dataclasses.asdict(spec), everything, timeout=250)
     assert real[0] == real[1]
-    digests = []
-    for one, outcome in zip(everyone, real[0], strict=True):
-        result = store.find(plan.key(one, 0))
-        assert result is not None
-        ours = result.outcome
-        digests.append((outcome["digest"], ours.digest))
-        assert [step for step, _ in ours.heldout] == [step for step, _ in outcome["heldout"]]
-        for (_, a), (_, b) in zip(ours.heldout, outcome["heldout"], strict=True):
-            assert a == pytest.approx(b, abs=LOSS_TOLERANCE, rel=0)
-        if one.lossy:
-            assert [step for step, _, _ in outcome["left"]] == [2, 4, 6, 8][-len(ours.left) :]
-            for left, mine in zip(outcome["left"], ours.left, strict=True):
-                assert left == pytest.approx(mine, rel=1e-4)
-                assert 0.01 < left[1] < 1
-        else:
-            assert outcome["left"] == ours.left == []
-    # bit for bit among processes, and among virtual workers
-    dense, three_bits, _, offload = digests
-    assert offload == dense
-    assert all(a != b for a, b in zip(dense, three_bits, strict=True))
+    dense, *compressed, offload = real[0]
+    for ours, theirs in zip(virtual, [dense, *compressed], strict=True):
+        assert [step for step, _ in ours.heldout] == [0, 8]
+        assert ours.heldout[1][1] == pytest.approx(
+            theirs["heldout"][1][1], abs=LOSS_TOLERANCE, rel=0
+        )
+        for left, mine in zip(theirs["left"], ours.left, strict=True):
+            assert left == pytest.approx(mine, rel=1e-4)
+            assert 0.01 < left[1] < 1
+    assert [len(ours.left) for ours in virtual] == [0, 3, 4]
+    assert offload["digest"] == dense["digest"]
+    assert dense["digest"] not in [one["digest"] for one in compressed]
 
 
-def test_the_launched_path_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # relative paths are the command's, wherever processes run
-    candidates = read_candidates(files(Path(), ["offload"]))
-    results = Path("results.jsonl")
-    store = Store(results)
+@pytest.mark.slow
+def test_launched_ranks_write_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    candidates = read_candidates(files(Path(), ["offload"]), "processes")
     plan = Plan(open_task(SPEC), candidates, range(1), "processes")
     told: list[tuple[str, int]] = []
-    run_processes(
-        plan, store, results, Path("out"), lambda name, done, _loss: told.append((name, done))
-    )
-    assert told == [("language, seed 0, dense", 8), ("language, seed 0, offload", 8)]
-    dense, ours = (store.find(plan.key(c, 0)) for c in (DENSE, *candidates))
-    assert dense is not None
-    assert ours is not None
-    assert ours.outcome.digest == dense.outcome.digest
-    assert ours.step_s > 0
-    before = Path("out", "launch.log").read_bytes()
-    run_processes(plan, Store(results), results, Path("out"))  # nothing is missing
-    assert Path("out", "launch.log").read_bytes() == before
+    results = Path("results.jsonl")
+    run_processes(plan, results, Path("out"), lambda name, done, _loss: told.append((name, done)))
+    assert told == [("seed 0, dense", 8), ("seed 0, offload", 8)]
+    found = read_results(results)
+    dense, ours = (found[plan.key(one, 0)].outcome for one in (experiment.DENSE, *candidates))
+    assert ours.digest == dense.digest
 
 
 TIGHT = {"error": 1e-6, "every_n_steps": 2}

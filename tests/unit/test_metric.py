@@ -134,7 +134,7 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     def known() -> list[dict[str, Tensor]]:
         return [
             {k: v.clone() for k, v in sums_of(metric).items()}
-            for metric in (worker.scheduled.exchange.metric for worker in workers._workers)
+            for metric in (state.exchange.metric for state in workers.states)
             if metric is not None
         ]
 
@@ -178,8 +178,8 @@ def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) 
     workers.step = 0
     squares = micro_step(slice(0, 20), last=False) + micro_step(slice(20, 37), last=True)
     workers.step_ended(skipped=False)
-    for worker in workers._workers:
-        metric = worker.scheduled.exchange.metric
+    for state in workers.states:
+        metric = state.exchange.metric
         assert metric is not None
         rows, columns = metric._sums["w"]
         torch.testing.assert_close(rows, squares.sum(1))

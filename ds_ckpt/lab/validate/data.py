@@ -2,12 +2,11 @@
 
 A micro-batch is a function of (seed, number, worker) alone: runs of one seed read the same data in
 the same order, whether virtual workers or ZeRO-3 ranks train. User files are split into train and
-held-out data by a hash of each piece or line; labelled lines are {"text": ..., "label": ...}.
+held-out data by a hash of each piece or line.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -22,25 +21,19 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.lab.workload import (
-    Corpus,
-    content_hash,
-    contents,
-    evaluation_batches,
-    file_corpus,
-    pieces_corpus,
-    training_batch,
-)
+from ds_ckpt.lab import workload
+from ds_ckpt.lab.workload import Corpus
 
 Inputs = dict[str, Tensor]
 """Keyword arguments of a model, `labels` included."""
+Encode = Callable[[str], list[int]]
+"""Text -> token ids."""
 
 VOCABULARY = 2048
 """Number of word ids of the built-in classifier."""
 _EVALUATION_EXAMPLES = 100
 _EVALUATION_SEQUENCES = 8
 _OPTION = "--data"
-_TEXT_KEYS, _LABEL_KEYS = ("text", "sentence", "content"), ("label", "labels")
 
 
 @dataclass(frozen=True)
@@ -52,11 +45,8 @@ class Text:
         heldout: vector of token ids.
         length: of a sequence, in tokens.
         source: name of the data.
-        sha256: digest of both vectors.
+        sha256: digest of the corpus.
         evaluation_batches: number of batches of 8 sequences, spread evenly over the held-out text.
-
-    Raises:
-        ConfigError: the text is too short for the sequences.
     """
 
     train: Tensor
@@ -66,108 +56,62 @@ class Text:
     sha256: str
     evaluation_batches: int = 24
 
-    def __post_init__(self) -> None:
-        if len(self.heldout) <= self.length:
-            raise _refused(
-                f"{len(self.heldout)} held-out tokens, a tenth of the text",
-                f"a sequence takes {self.length} of them",
-                "give more text or a shorter --length",
-            )
-
     @classmethod
-    def of_bytes(cls, corpus: Corpus, length: int, evaluation_batches: int = 24) -> Text:
-        """Build it with bytes as tokens."""
-        train, heldout = (
-            torch.frombuffer(bytearray(side), dtype=torch.uint8)
-            for side in (corpus.train, corpus.heldout)
-        )
+    def of(
+        cls, corpus: Corpus, length: int, evaluation_batches: int = 24, encode: Encode | None = None
+    ) -> Text:
+        """Build it with the ids of a tokenizer, or with bytes as tokens."""
+
+        def ids(side: bytes) -> Tensor:
+            if encode is None:
+                return torch.frombuffer(bytearray(side), dtype=torch.uint8)
+            return torch.tensor(encode(side.decode(errors="replace")))
+
+        train, heldout = ids(corpus.train), ids(corpus.heldout)
         return cls(train, heldout, length, corpus.source, corpus.sha256, evaluation_batches)
 
-    @classmethod
-    def of_tokens(cls, corpus: Corpus, length: int, encode: Callable[[str], list[int]]) -> Text:
-        """Build it with a tokenizer's ids."""
-        train, heldout = (
-            torch.tensor(encode(side.decode(errors="replace")), dtype=torch.int64)
-            for side in (corpus.train, corpus.heldout)
-        )
-        ids = Corpus("tokens", train.numpy().tobytes(), heldout.numpy().tobytes())
-        return cls(train, heldout, length, corpus.source, ids.sha256)
-
-    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
+    def batch(self, seed: int, number: int, worker: int, rows: int) -> Inputs:
         """Return micro-batch `number` of a worker."""
-        ids = training_batch(
-            self.train,
-            sequences=rows,
-            sequence_length=self.length,
-            seed=seed,
-            step=number,
-            process=worker,
-        )
+        ids = workload.training_batch(self.train, rows, self.length, seed, number, worker)
         return {"input_ids": ids, "labels": ids}
 
     def evaluation(self) -> Iterator[Inputs]:
         """Yield the held-out batches, always the same."""
-        for ids in evaluation_batches(
-            self.heldout,
-            sequences=_EVALUATION_SEQUENCES,
-            sequence_length=self.length,
-            batches=self.evaluation_batches,
-            process=0,
-            processes=1,
-        ):
+        count = self.evaluation_batches
+        held_out = self.heldout, _EVALUATION_SEQUENCES, self.length, count
+        for ids in workload.evaluation_batches(*held_out, process=0, processes=1):
             yield {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples, dealt out to the workers in one permutation per (seed, epoch).
+    """Labelled examples, drawn at random.
 
     Attributes:
         train: all rows, `labels` included.
         heldout: all rows, `labels` included.
         classes: number of classes.
         source: name of the data.
+        sha256: digest of the file.
     """
 
     train: Inputs
     heldout: Inputs
     classes: int
     source: str
+    sha256: str = ""
 
-    @property
-    def evaluated(self) -> int:
-        """Return the number of held-out examples that fill batches of 100."""
-        count = len(self.heldout["labels"])
-        return count - count % min(_EVALUATION_EXAMPLES, count)
-
-    @property
-    def sha256(self) -> str:
-        """Return a digest of all examples."""
-        digest = hashlib.sha256()
-        for side in (self.train, self.heldout):
-            for name, values in sorted(side.items()):
-                digest.update(name.encode())
-                digest.update(values.contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-    def batch(self, seed: int, number: int, worker: int, workers: int, rows: int) -> Inputs:
+    def batch(self, seed: int, number: int, worker: int, rows: int) -> Inputs:
         """Return micro-batch `number` of a worker."""
-        first = (number * workers + worker) * rows
-        count = len(self.train["labels"])
-        places = (divmod(place, count) for place in range(first, first + rows))
-        chosen = torch.tensor([int(_permutation(seed, epoch, count)[at]) for epoch, at in places])
+        random = np.random.default_rng([seed, number, worker])
+        chosen = torch.from_numpy(random.integers(0, len(self.train["labels"]), rows))
         return {name: values[chosen] for name, values in self.train.items()}
 
     def evaluation(self) -> Iterator[Inputs]:
         """Yield the held-out batches, always the same."""
-        size = min(_EVALUATION_EXAMPLES, len(self.heldout["labels"]))
-        for first in range(0, self.evaluated, size):
-            yield {name: values[first : first + size] for name, values in self.heldout.items()}
-
-
-@functools.lru_cache(maxsize=16)
-def _permutation(seed: int, epoch: int, count: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng([seed, epoch]).permutation(count)
+        for first in range(0, len(self.heldout["labels"]), _EVALUATION_EXAMPLES):
+            rows = slice(first, first + _EVALUATION_EXAMPLES)
+            yield {name: values[rows] for name, values in self.heldout.items()}
 
 
 def word_ids(text: str) -> list[int]:
@@ -179,13 +123,11 @@ def word_ids(text: str) -> list[int]:
 def read_text(path: Path) -> Corpus:
     """Read a text file, or JSON lines with "text". Raises ConfigError if it is unusable."""
     if path.suffix == ".jsonl":
-        return pieces_corpus([text for text, _ in _lines(path, labelled=False)], path, _OPTION)
-    return file_corpus(path, _OPTION)
+        return workload.pieces_corpus([text for text, _ in _rows(path)], path, _OPTION)
+    return workload.file_corpus(path, _OPTION)
 
 
-def read_labelled(
-    path: Path, encode: Callable[[str], list[int]], length: int, padding: int = 0
-) -> Examples:
+def read_labelled(path: Path, encode: Encode, length: int, padding: int = 0) -> Examples:
     """Read JSON lines with "text" and "label". Raises ConfigError if the file is unusable.
 
     Args:
@@ -195,9 +137,13 @@ def read_labelled(
         padding: id that fills up an example.
     """
     sides: tuple[list[tuple[str, Any]], ...] = ([], [])
-    for text, label in _lines(path, labelled=True):
-        held_out = int(content_hash(text), 16) % 10 == 0  # equal texts are on one side
+    digest = hashlib.sha256()
+    for text, label in _rows(path):
+        if label is None:
+            raise _refused(f"{path}: {text[:40]!r}", "it has no label", 'add "label" to each line')
+        held_out = int(workload.content_hash(text), 16) % 10 == 0  # equal texts are on one side
         sides[held_out].append((text, label))
+        digest.update(json.dumps([text, label]).encode())
     classes = sorted({label for side in sides for _, label in side}, key=str)
     if len(classes) < 2 or min(map(len, sides)) < 2:
         raise _refused(
@@ -207,7 +153,7 @@ def read_labelled(
             'give more lines like {"text": "...", "label": "..."}',
         )
 
-    def rows(side: list[tuple[str, Any]]) -> Inputs:
+    def tensors(side: list[tuple[str, Any]]) -> Inputs:
         ids = torch.full((len(side), length), padding, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, (text, _) in enumerate(side):
@@ -217,46 +163,33 @@ def read_labelled(
         labels = torch.tensor([classes.index(label) for _, label in side])
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    return Examples(rows(sides[0]), rows(sides[1]), len(classes), path.name)
+    train, heldout = map(tensors, sides)
+    return Examples(train, heldout, len(classes), path.name, digest.hexdigest())
 
 
 def has_labels(path: Path) -> bool:
     """Return True if the file is JSON lines and the first line has a label."""
     if path.suffix != ".jsonl" or not path.is_file():
         return False
-    _, first = next(_objects(path), ("", {}))
-    return any(key in first for key in _LABEL_KEYS)
+    return next(_rows(path), ("", None))[1] is not None
 
 
-def _lines(path: Path, *, labelled: bool) -> Iterator[tuple[str, Any]]:
-    """Yield text and label (None without labels) of each line."""
-    for place, row in _objects(path):
-        text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
-        label = next((row[k] for k in _LABEL_KEYS if isinstance(row.get(k), int | str)), None)
-        found = f"{place} with {', '.join(map(repr, row)) or 'nothing'}"
-        if text is None:
-            why = f"none of {', '.join(_TEXT_KEYS)} has a text"
-            raise _refused(found, why, 'name the text "text"')
-        if labelled and label is None:
-            raise _refused(found, "there is no label", 'add "label", a number or a word')
+def _rows(path: Path) -> Iterator[tuple[str, int | str | None]]:
+    """Yield text and label of each line that is not empty."""
+    for number, line in enumerate(workload.contents(path, _OPTION).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            text, label = row["text"], row.get("label")
+            if not isinstance(text, str) or not isinstance(label, int | str | None):
+                raise TypeError(f"text is {text!r}, label is {label!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"the line is not an object with a text: {type(error).__name__}: {error}"
+            remedy = 'write lines like {"text": "...", "label": "..."}'
+            raise _refused(f"{path}:{number}", why, remedy) from None
         yield text, label
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and object of each line that is not empty."""
-    for number, line in enumerate(contents(path, _OPTION).split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _refused(place, f"the line is not JSON: {error.msg}", "correct it") from None
-        if not isinstance(found, dict):
-            raise _refused(place, "the line is not a JSON object", 'write {"text": "..."}')
-        yield place, found
-
-
 def _refused(found: str, why: str, remedy: str) -> ConfigError:
-    problem = Problem(where=_OPTION, found=found, why=why, remedy=remedy)
-    return ConfigError(problem, headline="the data cannot be used")
+    return ConfigError(Problem(_OPTION, found, why, remedy), headline="the data cannot be used")

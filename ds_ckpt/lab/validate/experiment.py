@@ -1,39 +1,41 @@
 """Compare dense training with every candidate, seed by seed: candidates and missing runs.
 
 Candidates are read from DeepSpeed JSON files, of which the `ds_ckpt` section counts. Optimizer,
-batch and schedule are the task's, so that pairs differ in compression or checkpointing alone.
+batch and schedule are the task's, so that pairs differ in that section alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from ds_ckpt.config import PluginConfig, load_file, parse
-from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import lookup
 from ds_ckpt.config.verdicts import decisive
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
-from ds_ckpt.lab.validate.runs import Key, Mode, Outcome, Progress, Result, Store, train
-from ds_ckpt.lab.validate.task import BETAS, Task, TaskSpec
+from ds_ckpt.lab.validate.runs import Outcome, Progress, Result, train
+from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS, InProcessWorld, sixteen_bit_step_bytes
 from ds_ckpt.lab.workload import versions
 
+Mode = Literal["virtual", "processes"]
 SAMPLE_EVERY = 10
 """Steps between two measurements of the residuals."""
 LOSSLESS_SEEDS = 2
 """Bits either agree or differ: two seeds show it."""
-
+Results = Mapping[str, Result]
+"""By `Plan.key`."""
 Report = Callable[[str, int, float], object]
 """(name of the run, steps done, last loss)."""
 
@@ -59,11 +61,6 @@ class Candidate:
         """Return True if gradients may differ; otherwise every bit of a run must be equal."""
         return not self.settings.lossless
 
-    @property
-    def sample_every(self) -> int:
-        """Return the steps between two measurements of the residuals; 0 disables them."""
-        return SAMPLE_EVERY if self.lossy else 0
-
     def settings_for(self, spec: TaskSpec) -> ExchangeSettings:
         """Return the settings with the uncompressed warm-up cut for the length of the run."""
         warm_up = min(self.settings.warmup_steps, spec.longest_warm_up)
@@ -73,19 +70,11 @@ class Candidate:
         """Return the number of uncompressed steps of a run; 0 if nothing is lossy."""
         return self.settings_for(spec).warmup_steps if self.lossy else 0
 
-    def digest(self, spec: TaskSpec) -> str:
-        """Return a digest of everything that decides a run's numbers."""
-        activation, warm_up = self.plugin.activation, {"warmup_steps": self.warm_up(spec)}
-        recomputed = activation.model_dump(mode="json") if activation.active else None
-        settings = decisive(self.plugin.compression.model_copy(update=warm_up))
-        text = json.dumps([settings, recomputed], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 DENSE = Candidate("dense", "", PluginConfig(), DENSE_SETTINGS)
 
 
-def read_candidates(files: Sequence[Path]) -> list[Candidate]:
+def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candidate]:
     """Read the candidates of these files, with unique names.
 
     Raises:
@@ -99,62 +88,24 @@ def read_candidates(files: Sequence[Path]) -> list[Candidate]:
             compression.pop("guard", None)  # its limits come from validation
         plugin = parse(config, source=str(path))
         method = plugin.compression.method
-        if method == "none" and not plugin.activation.active:
+        settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
+        taken = path.stem in (DENSE.name, *(one.name for one in found))
+        name = str(path.with_suffix("")) if taken else path.stem
+        candidate = Candidate(name, str(path), plugin, settings)
+        changes_anything = method != "none" or plugin.activation.active
+        if not (candidate.lossy or (mode == "processes" and changes_anything)):
             raise ConfigError(
                 Problem(
                     where=str(path),
-                    found="neither compression nor checkpointing",
-                    why="dense training would be compared with itself: resident weights lose "
-                    "nothing, and all workers share one node",
-                    remedy="give a file that enables compression or checkpointing, or compare "
-                    "weights between nodes: ds-ckpt measure --weights",
+                    found="no lossy compression",
+                    why="virtual workers exchange gradients and have no other part of the plugin: "
+                    "dense training would be compared with itself",
+                    remedy="compare checkpointing and dense exchanges bit for bit with "
+                    "--processes 2, weights between nodes with ds-ckpt measure --weights",
                 )
             )
-        settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
-        name, taken = path.stem, {c.name for c in found} | {DENSE.name}
-        if name in taken:
-            name = next(f"{name}-{i}" for i in range(2, 999) if f"{name}-{i}" not in taken)
-        found.append(Candidate(name, str(path), plugin, settings))
+        found.append(candidate)
     return found
-
-
-@contextmanager
-def checkpointed(model: torch.nn.Module, plugin: PluginConfig, device: str) -> Iterator[None]:
-    """Apply the section's checkpointing and offload to a model, as an engine would.
-
-    Raises:
-        ConfigError: the policy does not fit the model, or requires an engine.
-        UnsupportedError: the model is not supported.
-    """
-    config = plugin.activation
-    if not config.active:
-        yield
-        return
-    from ds_ckpt.activation import CheckpointedBlocks
-    from ds_ckpt.activation.inputs import build_inputs
-    from ds_ckpt.activation.policies import make_plan
-
-    for key, needed in (("policy", config.planned), ("partition", config.partition)):
-        if needed:
-            raise ConfigError(
-                Problem(
-                    where=f"$.ds_ckpt.activation.{key}",
-                    found=json.dumps(getattr(config, key)),
-                    why="virtual workers have neither an engine to plan with nor a tensor-parallel "
-                    "group",
-                    remedy="change no number: validate the file without it, or with --processes 2",
-                )
-            )
-    policy = activation_policy(config)
-    units = make_plan(model, policy)
-    inputs = build_inputs(config, model, units, torch.device(device))
-    blocks = CheckpointedBlocks(
-        model, policy=policy, units=units, around=inputs.around if inputs else None
-    )
-    try:
-        yield
-    finally:
-        blocks.remove()
 
 
 @dataclass(frozen=True)
@@ -166,56 +117,50 @@ class Plan:
         candidates: to compare with dense training.
         seeds: of weights and data.
         mode: virtual workers or ZeRO-3 ranks.
-        device: of virtual workers.
     """
 
     task: Task
     candidates: Sequence[Candidate]
     seeds: Sequence[int]
     mode: Mode = "virtual"
-    device: str = "cpu"
 
     def seeds_of(self, candidate: Candidate) -> Sequence[int]:
         """Return all seeds, or fewer if a candidate is lossless."""
         every = candidate.lossy or candidate.name == DENSE.name
         return self.seeds if every else self.seeds[:LOSSLESS_SEEDS]
 
-    def key(self, candidate: Candidate, seed: int) -> Key:
-        """Return the key of a run."""
-        settings, betas = candidate.digest(self.task.spec), tuple(self.task.spec.betas)
-        if betas != BETAS:
-            settings += f", betas {betas[0]:g}, {betas[1]:g}"
-        return Key(self.task.digest, settings, seed, self.mode)
+    def key(self, candidate: Candidate, seed: int) -> str:
+        """Return a digest of everything that a run's numbers depend on."""
+        warm_up = {"warmup_steps": candidate.warm_up(self.task.spec)}
+        settings = decisive(candidate.plugin.compression.model_copy(update=warm_up))
+        activation = candidate.plugin.activation
+        recomputed = activation.model_dump(mode="json") if activation.active else None
+        run = self.task.digest, settings, recomputed, seed, self.mode, environment(self.mode)
+        return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
-    def missing(self, store: Store) -> list[tuple[int, Candidate]]:
+    def missing(self, results: Results) -> list[tuple[int, Candidate]]:
         """Return the runs without a result, by seed and dense ones first, equal ones once."""
-        wanted: dict[Key, tuple[int, Candidate]] = {}
+        wanted: dict[str, tuple[int, Candidate]] = {}
         for candidate in (DENSE, *self.candidates):
             for seed in self.seeds_of(candidate):
-                key = self.key(candidate, seed)
-                if store.find(key) is None:
+                if (key := self.key(candidate, seed)) not in results:
                     wanted.setdefault(key, (seed, candidate))
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
 
-TrainOne = Callable[[Plan, Candidate, int, Progress], tuple[Outcome, float]]
-"""Train one run; return its outcome and the median wall time of a step."""
+TrainOne = Callable[[Plan, Candidate, int, Progress], Outcome]
+"""Train one run."""
 
 
 def train_missing(
-    plan: Plan, store: Store, train_one: TrainOne, report: Report | None = None
-) -> None:
-    """Train all runs without a result; `report` is called at every tenth step."""
-    spec = plan.task.spec
-    for seed, candidate in plan.missing(store):
-        name = f"{spec.kind}, seed {seed}, {candidate.name}"
-
-        def progress(done: int, loss: float, name: str = name) -> None:
-            if report is not None:
-                report(name, done, loss)
-
-        outcome, step_s = train_one(plan, candidate, seed, progress)
-        sixteen_bit_bytes = sixteen_bit_step_bytes(
+    plan: Plan, results: Results, train_one: TrainOne, report: Report
+) -> Iterator[Result]:
+    """Train all runs without a result and yield theirs. `report` is called at every tenth step."""
+    spec, about = plan.task.spec, environment(plan.mode)
+    for seed, candidate in plan.missing(results):
+        name = f"seed {seed}, {candidate.name}"
+        outcome = train_one(plan, candidate, seed, functools.partial(report, name))
+        sent_bytes = sixteen_bit_step_bytes(
             candidate.settings_for(spec),
             plan.task.shapes,
             spec.world,
@@ -223,11 +168,7 @@ def train_missing(
             embeddings=embeddings_of(plan.task.model),
         )
         day = datetime.now(timezone.utc).date().isoformat()
-        about = {"date": day, "versions": environment(plan.mode)}
-        names = spec.kind, candidate.name
-        store.add(
-            Result(plan.key(candidate, seed), names, outcome, sixteen_bit_bytes, step_s, about)
-        )
+        yield Result(plan.key(candidate, seed), name, outcome, sent_bytes, about, day)
 
 
 def environment(mode: Mode) -> dict[str, str]:
@@ -239,33 +180,21 @@ def environment(mode: Mode) -> dict[str, str]:
     return found
 
 
-def train_virtual(
-    plan: Plan, candidate: Candidate, seed: int, progress: Progress | None = None
-) -> tuple[Outcome, float]:
-    """Train one run with virtual workers in this process. See `TrainOne`; the time is 0."""
+def train_virtual(plan: Plan, candidate: Candidate, seed: int, progress: Progress) -> Outcome:
+    """Train one run with virtual workers in this process. See `TrainOne`."""
     spec, task = plan.task.spec, plan.task
     task.begin(seed)
-    with checkpointed(task.model, candidate.plugin, plan.device), _denormals_flushed():
-        world = InProcessWorld(
-            task.model,
-            task.loss,
-            spec.recipe(),
-            candidate.settings_for(spec),
-            workers=spec.world,
-            accumulation=spec.accumulation,
-            sample_every=candidate.sample_every,
-        )
-        every = max(1, spec.steps // spec.evaluations)
-        outcome = train(task, world, spec.steps, evaluate_every=every, progress=progress)
-    return outcome, 0.0
-
-
-@contextmanager
-def _denormals_flushed() -> Iterator[None]:
-    """Flush denormals, which are slow on many processors, and restore the thread's setting."""
-    before = bool(torch.tensor(5e-324, dtype=torch.float64) * 1.0 == 0)
-    torch.set_flush_denormal(True)
+    world = InProcessWorld(
+        task.model,
+        task.loss,
+        spec.recipe(dense=candidate.name == DENSE.name),
+        candidate.settings_for(spec),
+        workers=spec.world,
+        accumulation=spec.accumulation,
+        sample_every=SAMPLE_EVERY if candidate.lossy else 0,
+    )
+    torch.set_flush_denormal(True)  # denormals are slow on many processors
     try:
-        yield
+        return train(task, world.model, world.train_step, spec.steps, progress)
     finally:
-        torch.set_flush_denormal(before)
+        torch.set_flush_denormal(False)

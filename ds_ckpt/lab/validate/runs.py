@@ -1,7 +1,6 @@
 """One training run, and the file of finished runs.
 
-Runs are JSON lines, appended one by one, so that a killed comparison continues. A line is found
-again by what the run depends on: task, settings, seed, and virtual workers or ZeRO-3 ranks.
+Runs are JSON lines, appended one by one, so that a killed comparison continues.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import TypeAdapter
+import torch
+from pydantic import TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.validate.task import Task
-from ds_ckpt.lab.validate.world import World
+from ds_ckpt.lab.validate.world import Step
 
-Mode = Literal["virtual", "processes"]
 Progress = Callable[[int, float], object]
 """(steps done, last loss)."""
 Curve = list[tuple[int, float]]
-"""(steps done, held-out loss or accuracy)."""
+"""(steps done, held-out loss or accuracy), before and after training."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class Outcome:
     """Result of a run.
 
     Attributes:
-        heldout: held-out losses; the last one is the result.
+        heldout: held-out losses.
         accuracy: held-out accuracies; empty for language modelling.
         left: (steps done, compression error, residual norm) of the sampled steps.
-        digest: of every micro-step's loss and of the final weights, bit for bit.
+        digest: of every micro-step's loss and of the final evaluation, bit for bit.
         diverged: the loss was not finite, and the run was stopped.
     """
 
@@ -51,72 +49,51 @@ class Outcome:
         return self.accuracy if metric == "accuracy" else self.heldout
 
     def final(self, metric: str) -> float:
-        """Return the last value of a metric; NaN without one."""
-        curve = self.curve(metric)
-        return curve[-1][1] if curve else math.nan
+        """Return the last value of a metric."""
+        return self.curve(metric)[-1][1]
 
 
 def train(
     task: Task,
-    world: World,
+    model: torch.nn.Module,
+    train_step: Callable[[], Step],
     steps: int,
-    *,
-    evaluate_every: int = 250,
     progress: Progress | None = None,
 ) -> Outcome:
     """Train to the end, or until the loss is not finite.
 
     Args:
-        task: reset to the run's seed; what `world` trains.
-        world: takes the steps.
+        task: evaluates; reset to the run's seed.
+        model: or engine to evaluate.
+        train_step: takes an optimizer step.
         steps: length of the run.
-        evaluate_every: steps between two evaluations.
         progress: called at every tenth step and the last.
     """
     heldout: Curve = []
     accuracy: Curve = []
     left: list[tuple[int, float, float]] = []
-    digest, diverged = "", False
+    digest, diverged, done = hashlib.sha256(), False, 0
 
-    def evaluate(done: int) -> None:
-        loss, share = task.evaluate(world.model)
+    def evaluate() -> None:
+        loss, share = task.evaluate(model)
         heldout.append((done, loss))
         if share is not None:
             accuracy.append((done, share))
 
-    evaluate(0)
-    while world.step < steps and not diverged:
-        step = world.train_step()
-        done, loss = world.step, sum(step.losses) / len(step.losses)
-        text = digest + ",".join(each.hex() for each in step.losses)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+    evaluate()
+    while done < steps and not diverged:
+        step = train_step()
+        done, loss = done + 1, sum(step.losses) / len(step.losses)
+        digest.update(",".join(each.hex() for each in step.losses).encode())
         if step.left is not None:
             left.append((done, step.left.error, step.left.residual_norm))
         diverged = step.skipped or not math.isfinite(loss)
-        if done % evaluate_every == 0 or done == steps:
-            evaluate(done)
-            diverged |= not math.isfinite(heldout[-1][1])
         if progress is not None and (done % 10 == 0 or done == steps):
             progress(done, loss)
-    digest = hashlib.sha256(f"{digest}{world.weights_digest()}".encode()).hexdigest()
-    return Outcome(heldout, accuracy, left, digest, diverged)
-
-
-@dataclass(frozen=True)
-class Key:
-    """Everything that a run depends on.
-
-    Attributes:
-        task: `Task.digest`.
-        settings: `Candidate.digest`, and the optimizer's betas.
-        seed: of weights and data.
-        mode: virtual workers or ZeRO-3 ranks.
-    """
-
-    task: str
-    settings: str
-    seed: int
-    mode: Mode
+    evaluate()
+    diverged |= not math.isfinite(heldout[-1][1])
+    digest.update(heldout[-1][1].hex().encode())
+    return Outcome(heldout, accuracy, left, digest.hexdigest(), diverged)
 
 
 @dataclass(frozen=True)
@@ -124,73 +101,52 @@ class Result:
     """A finished run.
 
     Attributes:
-        key: identifies it.
-        names: task and candidate, for readers.
+        key: digest of everything that the run depends on, see `Plan.key`.
+        name: candidate and seed, for readers.
         outcome: of the training.
         sixteen_bit_bytes: bytes that the busiest worker sends in a compressed step with bf16.
-        step_s: median wall time of a step of ZeRO-3 ranks; 0 for virtual workers.
-        about: versions and date.
+        versions: of the packages.
+        date: of the run.
     """
 
-    key: Key
-    names: tuple[str, str]
+    key: str
+    name: str
     outcome: Outcome
     sixteen_bit_bytes: float
-    step_s: float
-    about: dict[str, Any]
+    versions: dict[str, str]
+    date: str
 
 
 _RESULT = TypeAdapter(Result)
 
 
-class Store:
-    """The file of results. A line that was cut off by a kill is overwritten.
-
-    Args:
-        path: of the file.
-        writes: this process adds to the file; False on all ranks but the first.
+def read_results(path: Path) -> dict[str, Result]:
+    """Return the results of a file by key, and cut off a last line that a kill has torn.
 
     Raises:
         StateError: the file has another content.
     """
+    if not path.exists():
+        return {}
+    complete, _, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        with path.open("r+b") as file:
+            file.truncate(len(complete) + bool(complete))
+    found = {}
+    for number, line in enumerate(complete.splitlines(), 1):
+        try:
+            result = _RESULT.validate_json(line)
+        except ValidationError as error:
+            why = "it is not a result of this version"
+            remedy = "name another --output, or remove the file"
+            problem = Problem(f"{path}:{number}", line[:60].decode(), why, remedy)
+            raise StateError(problem, headline="the results cannot be read") from error
+        found[result.key] = result
+    return found
 
-    def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self._path, self._writes = path, writes
-        self._results: dict[Key, Result] = {}
-        self.read()
 
-    def read(self) -> None:
-        """Read the file again. Raises StateError."""
-        if not self._path.exists():
-            return
-        complete, _, torn = self._path.read_bytes().rpartition(b"\n")
-        for number, line in enumerate(complete.splitlines(), 1):
-            try:
-                result = _RESULT.validate_python(json.loads(line))
-            except ValueError as error:
-                found = str(error).splitlines()[0]
-                raise StateError(
-                    Problem(
-                        where=f"{self._path}:{number}",
-                        found=f"a line that is not a result of this version ({found})",
-                        why="results are added to the file and read back from it",
-                        remedy="name another --output, or remove the file",
-                    ),
-                    headline="the results cannot be read",
-                ) from error
-            self._results[result.key] = result
-        if torn and self._writes:
-            with self._path.open("r+b") as file:
-                file.truncate(len(complete) + bool(complete))
-
-    def find(self, key: Key) -> Result | None:
-        """Return the result of an earlier run, if there is one."""
-        return self._results.get(key)
-
-    def add(self, result: Result) -> None:
-        """Add a result, to the file first."""
-        if self._writes:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-        self._results[result.key] = result
+def add_result(path: Path, result: Result) -> None:
+    """Append a result to the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(result)) + "\n")

@@ -6,6 +6,7 @@ A `TaskSpec` is plain JSON, so that launched ranks open the same task as the com
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -20,15 +21,11 @@ from torch import Tensor
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.validate import data
-from ds_ckpt.lab.validate.data import Examples, Inputs, Text
-from ds_ckpt.lab.validate.world import Recipe, digest_of
-from ds_ckpt.lab.workload import hugging_face, seeded
+from ds_ckpt.lab.validate.data import Encode, Examples, Inputs, Text
+from ds_ckpt.lab.validate.world import Recipe
 
 Kind = Literal["language", "labelled"]
 BETAS = (0.9, 0.95)
-_LONGEST_WARM_UP = 0.25
-"""Share of a run: a longer uncompressed start would leave little to judge."""
-
 Build = Callable[[int], torch.nn.Module]
 """seed -> a model whose output has `loss`, and `logits` if it is a classifier."""
 
@@ -48,12 +45,10 @@ class TaskSpec:
         accumulation: micro-batches of a step.
         steps: of each run.
         learning_rate: maximum of the schedule.
-        evaluations: of the held-out data in a run.
-        hidden_size: of the new language model.
-        layers: of the new language model.
-        attention: of the new language model. Eager attention is faster on a CPU; selective
-            checkpointing names the operators of sdpa.
         betas: of AdamW.
+        dense_correction: momentum correction of dense runs, after the longest warm-up.
+        hidden_size: of the new model.
+        layers: of the new model.
     """
 
     kind: Kind = "language"
@@ -65,11 +60,10 @@ class TaskSpec:
     accumulation: int = 1
     steps: int = 300
     learning_rate: float = 3e-3
-    evaluations: int = 6
+    betas: tuple[float, float] = BETAS
+    dense_correction: float = 0.0
     hidden_size: int = 128
     layers: int = 2
-    attention: Literal["eager", "sdpa"] = "eager"
-    betas: tuple[float, float] = BETAS
 
     @property
     def metric(self) -> Literal["loss", "accuracy"]:
@@ -78,27 +72,36 @@ class TaskSpec:
 
     @property
     def longest_warm_up(self) -> int:
-        """Return the largest number of uncompressed steps at the beginning of a run."""
-        return int(_LONGEST_WARM_UP * self.steps)
+        """Return the longest uncompressed start of a run: a longer one leaves little to judge."""
+        return self.steps // 4
 
-    def recipe(self) -> Recipe:
-        """Return optimizer and schedule."""
-        return Recipe(self.steps, self.learning_rate, (self.betas[0], self.betas[1]))
+    def recipe(self, *, dense: bool = False) -> Recipe:
+        """Return optimizer and schedule of a dense or a compressed run."""
+        return Recipe(
+            self.steps,
+            self.learning_rate,
+            (self.betas[0], self.betas[1]),
+            momentum_correction=self.dense_correction if dense else 0.0,
+            correction_start=self.longest_warm_up,
+        )
 
     def describe(self) -> str:
         """Describe the task in a few words."""
-        default = make_spec(self.kind, model=self.model)
-        more = f", {self.accumulation} micro-batches a step" if self.accumulation > 1 else ""
-        if self.learning_rate != default.learning_rate:
-            more += f", learning rate {self.learning_rate:g}"
-        if tuple(self.betas) != BETAS:
-            more += f", betas {self.betas[0]:g}, {self.betas[1]:g}"
         name = Path(self.data).name if self.data else "the embedded corpus"
         verb = "language modelling" if self.kind == "language" else "fine-tuning"
-        return f"{verb} on {name}{more}"
+        found = f"{verb} on {name}"
+        if self.accumulation > 1:
+            found += f", {self.accumulation} micro-batches a step"
+        if self.learning_rate != make_spec(self.kind, model=self.model).learning_rate:
+            found += f", learning rate {self.learning_rate:g}"
+        if tuple(self.betas) != BETAS:
+            found += f", betas {self.betas[0]:g}, {self.betas[1]:g}"
+        if self.dense_correction:
+            found += f", dense correction {self.dense_correction:g}"
+        return found
 
 
-_DEFAULTS: dict[Kind, dict[str, Any]] = {
+DEFAULTS: dict[Kind, dict[str, Any]] = {
     "language": {},
     "labelled": {"batch": 8, "learning_rate": 2e-3, "length": 128},
 }
@@ -107,9 +110,11 @@ _DEFAULTS: dict[Kind, dict[str, Any]] = {
 def make_spec(kind: Kind, **given: Any) -> TaskSpec:
     """Return the default sizes of a kind, overridden by all that is given and not None."""
     wanted = {name: value for name, value in given.items() if value is not None}
-    if wanted.get("model") and "learning_rate" not in wanted:
-        wanted["learning_rate"] = 5e-5  # for fine-tuning
-    return TaskSpec(kind, **{**_DEFAULTS[kind], **wanted})
+    if "data" in wanted:
+        wanted["data"] = str(wanted["data"])
+    if wanted.get("model"):
+        wanted.setdefault("learning_rate", 5e-5)  # for fine-tuning
+    return TaskSpec(kind, **{**DEFAULTS[kind], **wanted})
 
 
 class Task:
@@ -138,18 +143,12 @@ class Task:
         self.forward: Callable[..., Any] = self.model
         trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.shapes = [(name, parameter.shape) for name, parameter in trainable]
-        self.digest = self._digest()
-        self.begin(0)
-
-    def _digest(self) -> str:
-        spec, sizes = self.spec, dataclasses.asdict(self.spec)
-        del sizes["betas"]  # part of each run's key, see `experiment.Plan.key`
-        if spec.data:  # the path may change
-            sizes["data"] = "as its digest says"
+        sizes = {**dataclasses.asdict(spec), "data": data.sha256, "device": device}
         if spec.model:  # a folder's content may change
-            sizes["weights"] = digest_of(self.model)
-        text = json.dumps([self.data.sha256, sizes, self._device], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+            sizes["weights"] = _digest(self.model)
+        text = json.dumps(sizes, sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.begin(0)
 
     def describe_model(self) -> str:
         """Return class, size and origin of the model."""
@@ -169,12 +168,12 @@ class Task:
     def inputs(self, step: int, micro: int, worker: int) -> Inputs:
         """Return a micro-batch of a worker and seed torch's random numbers for it.
 
-        Runs of one seed then drop out the same entries, resumed or not.
+        Runs of one seed then drop out the same entries.
         """
         (number,) = np.random.SeedSequence([self._seed, step, micro, worker]).generate_state(1)
         torch.manual_seed(int(number))
         spec, drawn = self.spec, step * self.spec.accumulation + micro
-        return self._moved(self.data.batch(self._seed, drawn, worker, spec.world, spec.batch))
+        return self._moved(self.data.batch(self._seed, drawn, worker, spec.batch))
 
     def _moved(self, inputs: Inputs) -> Inputs:
         return {name: tensor.to(self._device) for name, tensor in inputs.items()}
@@ -185,25 +184,29 @@ class Task:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module | None = None) -> tuple[float, float | None]:
-        """Evaluate this model, or an engine, on the held-out data.
+    def evaluate(self, model: torch.nn.Module) -> tuple[float, float | None]:
+        """Evaluate the model, or an engine, on the held-out data.
 
         Returns:
             Mean loss in nats, and accuracy (None for language modelling).
         """
-        model = self.model if model is None else model
         losses, right, rows = [], 0, 0
         model.eval()
-        try:
-            for inputs in map(self._moved, self.data.evaluation()):
-                output = model(**inputs)
-                losses.append(output.loss.double())
-                if isinstance(self.data, Examples):
-                    right += int((output.logits.argmax(-1) == inputs["labels"]).sum())
-                    rows += len(inputs["labels"])
-        finally:
-            model.train()
+        for inputs in map(self._moved, self.data.evaluation()):
+            output = model(**inputs)
+            losses.append(output.loss.double())
+            if isinstance(self.data, Examples):
+                right += int((output.logits.argmax(-1) == inputs["labels"]).sum())
+                rows += len(inputs["labels"])
+        model.train()
         return float(torch.stack(losses).mean()), right / rows if rows else None
+
+
+def _digest(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
@@ -213,105 +216,57 @@ def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
         ConfigError: the data cannot be used.
         UnsupportedError: transformers or the checkpoint is missing.
     """
-    data, build = _language(spec) if spec.kind == "language" else _labelled(spec)
-    return Task(spec, data, build, device=device)
+    is_text, path = spec.kind == "language", Path(spec.data or "")
+    content: Text | Examples
+    encode: Encode | None = None
+    options: dict[str, Any] = {}
+    padding = 0
+    if spec.model:
+        tokenizer = _load("AutoTokenizer", spec.model)
+        padding = tokenizer.pad_token_id or 0
+
+        encode = lambda text: tokenizer(text, add_special_tokens=not is_text)["input_ids"]  # noqa: E731
+    if is_text:
+        corpus = data.read_text(path) if spec.data else workload.embedded_corpus()
+        content = Text.of(corpus, spec.length, encode=encode)
+    else:
+        content = data.read_labelled(path, encode or data.word_ids, spec.length, padding)
+        options = {"num_labels": content.classes, "pad_token_id": padding}
+    next(content.evaluation())  # fail before training if the text is too short
+
+    def build(seed: int) -> torch.nn.Module:
+        if spec.model is None:
+            return _small(spec, seed, options.get("num_labels", 0))
+        auto = f"AutoModelFor{'CausalLM' if is_text else 'SequenceClassification'}"
+        load = functools.partial(_load, auto, spec.model, dtype=torch.float32, **options)
+        return workload.seeded(seed, load)  # weights that the checkpoint lacks are drawn
+
+    return Task(spec, content, build, device=device)
 
 
-def _language(spec: TaskSpec) -> tuple[Text, Build]:
-    corpus = data.read_text(Path(spec.data)) if spec.data else workload.embedded_corpus()
-    if spec.model is None:
-        build = small_llama(
-            length=spec.length,
-            attention=spec.attention,
-            hidden_size=spec.hidden_size,
-            layers=spec.layers,
-            intermediate_size=8 * round(spec.hidden_size / 3),
-            heads=4,
-        )
-        return Text.of_bytes(corpus, spec.length), build
-    transformers = hugging_face()
-    tokenizer = _load(transformers.AutoTokenizer, spec.model)
+def _small(spec: TaskSpec, seed: int, classes: int) -> torch.nn.Module:
+    """Build the new model.
 
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    text = Text.of_tokens(corpus, spec.length, encode)
-    return text, _checkpoint(transformers.AutoModelForCausalLM, spec.model)
-
-
-def _labelled(spec: TaskSpec) -> tuple[Examples, Build]:
-    path = Path(spec.data or "")
-    if spec.model is None:
-        found = data.read_labelled(path, data.word_ids, spec.length)
-        return found, small_classifier(found.classes, spec.length)
-    transformers = hugging_face()
-    tokenizer = _load(transformers.AutoTokenizer, spec.model)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    found = data.read_labelled(path, lambda t: tokenizer(t)["input_ids"], spec.length, padding)
-    auto = transformers.AutoModelForSequenceClassification
-    return found, _checkpoint(auto, spec.model, num_labels=found.classes, pad_token_id=padding)
-
-
-def small_llama(*, length: int, attention: str = "eager", **sizes: int) -> Build:
-    """Return a builder of `workload.llama` for sequences of `length` bytes.
-
-    Attention is eager unless another kind is given: on a CPU the backward of torch's fused kernel
-    takes longer than all matrix products together at these lengths.
+    Attention is eager: on a CPU the backward of torch's fused kernel takes longer than all matrix
+    products together at these lengths.
     """
-
-    def build(seed: int) -> torch.nn.Module:
-        model = workload.llama(seed=seed, max_positions=length, **sizes)
-        model.set_attn_implementation(attention)  # type: ignore[operator]
-        return model
-
-    return build
-
-
-def small_classifier(classes: int, length: int) -> Build:
-    """Return a builder of a small Llama on word ids with a classification head."""
-    transformers = hugging_face()
-
-    def build(seed: int) -> torch.nn.Module:
-        config = transformers.LlamaConfig(
-            vocab_size=data.VOCABULARY,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=344,
-            max_position_embeddings=length,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            attn_implementation="eager",
-            num_labels=classes,
-        )
-        return seeded(seed, lambda: transformers.LlamaForSequenceClassification(config))
-
-    return build
+    return workload.llama(
+        seed=seed,
+        hidden_size=spec.hidden_size,
+        layers=spec.layers,
+        intermediate_size=8 * round(spec.hidden_size / 3),
+        heads=4,
+        max_positions=spec.length,
+        vocabulary=data.VOCABULARY if classes else workload.VOCAB_SIZE,
+        classes=classes,
+        attention="eager",
+    )
 
 
-def _checkpoint(auto: Any, name: str, **options: Any) -> Build:
-    """Return a builder of a checkpoint's model; weights that it lacks are drawn by the seed."""
-
-    def build(seed: int) -> torch.nn.Module:
-        return seeded(seed, lambda: _load(auto, name, dtype=torch.float32, **options))
-
-    return build
-
-
-def _load(auto: Any, name: str, **options: Any) -> Any:
-    """Call `auto.from_pretrained(name)`. Raises UnsupportedError if there is no checkpoint."""
+def _load(kind: str, name: str, **options: Any) -> Any:
+    """Load a checkpoint with a class of transformers. Raises UnsupportedError if there is none."""
     try:
-        return auto.from_pretrained(name, **options)
+        return getattr(workload.hugging_face(), kind).from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        raise UnsupportedError(
-            Problem(
-                where="--model",
-                found=name,
-                why=f"{auto.__name__} cannot load it: {error}",
-                remedy="give a checkpoint's folder, or a name that transformers finds",
-            )
-        ) from error
+        why, remedy = f"{kind} cannot load it: {error}", "give a checkpoint's folder or hub name"
+        raise UnsupportedError(Problem("--model", name, why, remedy)) from error

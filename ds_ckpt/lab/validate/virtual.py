@@ -1,15 +1,14 @@
 """Virtual ranks inside one process: threads that exchange bytes through memory.
 
-They train with more workers than the machine has cores, and test exchanges without launching
-processes. Speed is not imitated. One rank computes at a time: operators on small tensors slow down
-if threads compete for the interpreter between each two of them.
+One rank computes at a time: small operators slow down if threads compete for the interpreter.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +27,7 @@ class VirtualWorld:
     def __init__(self, world: int, *, timeout_s: float = 300.0) -> None:
         self.world = world
         self.barrier = threading.Barrier(world, timeout=timeout_s)
-        self.mail: list[tuple[Tensor, Sequence[int]] | None] = [None] * world
-        self.summands: list[Tensor | None] = [None] * world
+        self.posted: list[Any] = [None] * world
         self.transports = [VirtualTransport(self, rank) for rank in range(world)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
@@ -38,28 +36,23 @@ class VirtualWorld:
         Raises:
             Exception: the first exception that a `work` raised; the other ranks are released.
         """
-        results: dict[int, T] = {}
-        errors: list[BaseException] = []
 
-        def body(rank: int) -> None:
+        def body(rank: int) -> T:
             try:
                 with _computing:
-                    results[rank] = work(rank)
-            except threading.BrokenBarrierError as error:
-                errors.append(error)  # after the error that broke the barrier, if any
-            except BaseException as error:
-                errors.insert(0, error)
+                    return work(rank)
+            except BaseException:
                 self.barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.world) as pool:
+            futures = [pool.submit(body, rank) for rank in range(self.world)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             self.barrier.reset()
-            raise errors[0]
-        return [results[rank] for rank in range(self.world)]
+            # a broken barrier is another rank's error
+            raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return [future.result() for future in futures]
 
     def synchronize(self) -> None:
         """Wait for the other ranks, which compute meanwhile."""
@@ -79,11 +72,8 @@ class VirtualTransport:
     """
 
     def __init__(self, group: VirtualWorld, dp_rank: int) -> None:
-        self._group = group
-        self.world = group.world
-        self.dp_rank = dp_rank
-        self.calls = 0
-        self.sent_bytes = 0
+        self._group, self.world, self.dp_rank = group, group.world, dp_rank
+        self.calls = self.sent_bytes = 0
 
     def all_to_all(
         self,
@@ -95,20 +85,11 @@ class VirtualTransport:
         """Implement `Transport.all_to_all`. Raises AssertionError if sizes do not match."""
         assert sum(input_splits) == input.numel(), "input splits do not cover the input"
         assert sum(output_splits) == output.numel(), "output splits do not cover the output"
-        self.calls += 1
         self.sent_bytes += sum(input_splits) - input_splits[self.dp_rank]
-        mail = self._group.mail
-        mail[self.dp_rank] = (input, input_splits)
-        self._group.synchronize()
         start = 0
-        for source, size in enumerate(output_splits):
-            posted = mail[source]
-            assert posted is not None
-            buffer, splits = posted
-            assert splits[self.dp_rank] == size, (
-                f"rank {source} sends {splits[self.dp_rank]} bytes to {self.dp_rank}, "
-                f"which expects {size}"
-            )
+        posted = self._post((input, input_splits))
+        for (buffer, splits), size in zip(posted, output_splits, strict=True):
+            assert splits[self.dp_rank] == size, f"{splits[self.dp_rank]} bytes, not {size}, came"
             at = sum(splits[: self.dp_rank])
             output[start : start + size].copy_(buffer[at : at + size])
             start += size
@@ -116,16 +97,17 @@ class VirtualTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Implement `Transport.all_reduce`: sum in rank order, bytes counted as in a ring."""
-        group = self._group
-        self.calls += 1
-        self.sent_bytes += (
-            2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
-        )
-        group.summands[self.dp_rank] = tensor.clone()
-        group.synchronize()
-        parts = [part for part in group.summands if part is not None]
-        assert len({part.shape for part in parts}) == 1, "ranks sum tensors of different shapes"
-        tensor.copy_(parts[0])
-        for part in parts[1:]:
+        self.sent_bytes += 2 * (self.world - 1) * tensor.nbytes // self.world
+        first, *others = self._post(tensor.clone())
+        assert all(part.shape == first.shape for part in others), "ranks sum different shapes"
+        tensor.copy_(first)
+        for part in others:
             tensor.add_(part)
-        group.synchronize()
+        self._group.synchronize()
+
+    def _post(self, content: Any) -> list[Any]:
+        """Hand content to the other ranks and return that of all."""
+        self.calls += 1
+        self._group.posted[self.dp_rank] = content
+        self._group.synchronize()
+        return self._group.posted
