@@ -16,8 +16,7 @@ from ds_ckpt.config.load import load_file
 from ds_ckpt.config.models import CompatSection, PluginConfig, json_schema, plugin_model
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, show
 from ds_ckpt.config.read import read
-from ds_ckpt.config.rules import broken_requirements, conflicts, misplaced, with_compat_keys
-from ds_ckpt.config.verdicts import guard_without_limits
+from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_compat_keys
 from ds_ckpt.errors import ConfigError, Problem
 
 __all__ = [
@@ -47,7 +46,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     plugin = None
     if isinstance(config, Mapping):
         ours, theirs = config.get("ds_ckpt"), config.get("activation_checkpointing")
-        problems += misplaced(config)
+        problems += misspelt(config)
         compat = None if theirs is None else read(theirs, CompatSection, DEEPSPEEDS, problems)
         plugin = read({} if ours is None else ours, plugin_model(), OURS, problems)
     else:
@@ -60,7 +59,6 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
             plugin, origins = with_compat_keys(plugin, compat, problems)
         problems += broken_requirements(plugin, config, origins)
         problems += conflicts(plugin, config)
-        problems += guard_without_limits(plugin.compression)
     if plugin is None or problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

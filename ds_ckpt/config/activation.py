@@ -65,18 +65,15 @@ class ActivationConfig(Keeping, _WithPolicy):
         BeforeValidator(list_as_tuple),
         Expects("a list of objects", '[{"match": "0-15", "policy": "selective"}]'),
         Requires("policy", not_in=PLANNED, suggest="block", why="a plan covers every block"),
-    ] = Field(
-        default=(),
-        description="Policies for some blocks; the first matching rule decides.",
-    )
+    ] = Field(default=(), description="Policies for some blocks; the first matching rule decides.")
     check_determinism: Annotated[
         bool | Annotated[int, Field(ge=1)],
         Expects("true, false, or a whole number, 1 or more", "true"),
         _ON,
     ] = Field(
         default=False,
-        description="Compare recomputed values with those of the forward (of every n-th forward), "
-        "and stop if they differ. Costs up to 3% of a step.",
+        description="Compare recomputed values with the (every n-th) forward, and stop if they "
+        "differ. Costs up to 3% of a step.",
     )
     share_gather: Annotated[
         bool,

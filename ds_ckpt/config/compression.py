@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -21,6 +22,7 @@ from ds_ckpt.fields import (
     derive,
     list_as_tuple,
 )
+from ds_ckpt.telemetry.timings import ResidualStats
 
 
 def _lossy() -> list[str]:
@@ -44,17 +46,12 @@ class ErrorFeedbackConfig(Section):
         )
     }
 
-    enabled: bool = Field(
-        default=True,
-        description="Keep one residual per compressed parameter, 8 bytes an entry (see dtype).",
-    )
+    enabled: bool = Field(default=True, description="Keep one residual per compressed parameter.")
     dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
-        default="fp32",
-        description="Type of stored residuals: 8, 4 or 2.1 bytes an entry; rounded without bias.",
+        default="fp32", description="Type of residuals: 8, 4 or 2.1 bytes an entry."
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
-        default="accelerator",
-        description='Device of residuals; "cpu": pinned host memory, with copies in each step.',
+        default="accelerator", description='Device of residuals; "cpu": pinned host memory.'
     )
     momentum: Annotated[
         Literal["none"] | Annotated[float, Field(gt=0, lt=1)],
@@ -62,8 +59,8 @@ class ErrorFeedbackConfig(Section):
         _RESIDUALS,
     ] = Field(
         default="none",
-        description="Momentum correction a against the delay of error feedback: after the warm-up "
-        "AdamW steps by (1 - a) times its first moment plus a times the gradient.",
+        description="Correction a for the delay of error feedback: after the warm-up AdamW steps "
+        "by (1 - a) times its first moment plus a times the gradient.",
     )
 
     def describe(self) -> str:
@@ -105,9 +102,7 @@ class ExchangeConfig(Section):
         '"auto": the boundary if there are residuals.',
     )
     autotune: Annotated[bool, _LOSSY] = Field(
-        default=True,
-        description="Time steps with and without compression, and compress only if that shortens "
-        "them.",
+        default=True, description="Time steps both ways; compress only if that shortens them."
     )
     levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
         default="auto",
@@ -121,16 +116,15 @@ class GuardConfig(Section):
 
     action: Literal["off", "warn", "dense"] = Field(
         default="off",
-        description='Action if a limit is exceeded in two checks in a row. "warn": one log line. '
-        '"dense": uncompressed gradients from the next step to the end of the run.',
+        description="Action if a limit is exceeded in two checks in a row: one log line, or "
+        "uncompressed gradients until the end of the run.",
     )
     error: Annotated[float | None, _GUARDED] = Field(
         default=None,
         gt=0,
         le=1,
         allow_inf_nan=False,
-        description="Largest compression error: norm of the unsent part over norm of the whole. "
-        "Default, if residual_norm is absent too: 1.25 times the validated value.",
+        description="Largest compression error: norm of the unsent part over norm of the whole.",
     )
     residual_norm: Annotated[float | None, _GUARDED] = Field(
         default=None,
@@ -146,6 +140,10 @@ class GuardConfig(Section):
     def active(self) -> bool:
         """Return whether limits are checked."""
         return self.action != "off"
+
+    def limits(self) -> ResidualStats:
+        """Return the limits; one that is not written is infinite."""
+        return ResidualStats(self.error or math.inf, self.residual_norm or math.inf)
 
 
 class _WithMethods(Section):
@@ -204,23 +202,16 @@ class CompressionConfig(_WithMethods):
         default_factory=GuardConfig, description="Limits on the residual."
     )
     warmup_steps: Annotated[int, _LOSSY] = Field(
-        default=100,
-        ge=0,
-        description="Optimizer steps before compression; best is twice the rate's warm-up.",
+        default=100, ge=0, description="Optimizer steps before compression begins."
     )
     warmup_bits: Annotated[
         WarmupBits | None,
         WHOLE_NUMBER,
         _LOSSY,
         Requires("warmup_steps", not_in=(0,), suggest=100),
-    ] = Field(
-        default=None,
-        description="Bits of a value in the warm-up; default: DeepSpeed's own reduction.",
-    )
+    ] = Field(default=None, description="Bits of a value in the warm-up; default: uncompressed.")
     min_numel: Annotated[int, _LOSSY] = Field(
-        default=4096,
-        ge=0,
-        description="Smallest number of entries of a compressed tensor.",
+        default=4096, ge=0, description="Smallest number of entries of a compressed tensor."
     )
 
     @property

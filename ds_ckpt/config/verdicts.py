@@ -1,4 +1,4 @@
-"""Records of `ds-ckpt validate-accuracy`: verdicts on compression settings, and limits for guards.
+"""Records of `ds-ckpt validate-accuracy`: verdicts on compression settings.
 
 A record belongs to settings, not to a file: every file with the same settings is validated. Records
 of `ds_configs/` are part of the package; a `verdicts.json` beside a configuration is read as well.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -228,27 +228,3 @@ def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
 def with_leeway(seen: ResidualStats) -> ResidualStats:
     """Return limits for a run like the validated one; an error cannot exceed 1."""
     return ResidualStats(min(1.0, LEEWAY * seen.error), LEEWAY * seen.residual_norm)
-
-
-def limits(compression: CompressionConfig) -> ResidualStats | None:
-    """Return the guard's limits: the section's, or the validated values with leeway; else None.
-
-    If the section has one of the two numbers, the other is unlimited.
-    """
-    guard = compression.guard
-    if guard.error is None and guard.residual_norm is None:
-        seen = largest(r.left for r in verdicts_on(compression) if r.left is not None)
-        return seen and with_leeway(seen)
-    return ResidualStats(guard.error or math.inf, guard.residual_norm or math.inf)
-
-
-def guard_without_limits(compression: CompressionConfig) -> Iterator[Problem]:
-    """Yield a problem if the guard is active and has no limits."""
-    if compression.lossy and compression.guard.active and limits(compression) is None:
-        yield Problem(
-            where="$.ds_ckpt.compression.guard",
-            found=f'action "{compression.guard.action}" without error and residual_norm',
-            why="no verdict of the package is on these settings, so expected values are unknown",
-            remedy="write the error and residual_norm that ds-ckpt validate-accuracy prints for "
-            "this file, or remove the guard",
-        )

@@ -19,7 +19,6 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
-from ds_ckpt.config.verdicts import limits
 from ds_ckpt.engine.gradients import Gradients, gradient_norm, residual_files, trained
 from ds_ckpt.engine.guard import ErrorSampler, Guard
 from ds_ckpt.engine.planning import Planning
@@ -100,12 +99,11 @@ class Session:
         if config.telemetry.enabled:
             self._attach_telemetry()
         if self.exchange is not None and config.compression.guard.active:
-            guard, allowed = config.compression.guard, limits(config.compression)
-            assert allowed is not None, "the configuration is refused without"
+            guard = config.compression.guard
             assert guard.action != "off"
             is_logging_rank = dist.get_rank() == 0
             self.guard = Guard(
-                self.exchange.step, allowed, guard.action, is_logging_rank=is_logging_rank
+                self.exchange.step, guard.limits(), guard.action, is_logging_rank=is_logging_rank
             )
             self.observe(guard.every_n_steps, self.guard.check)
         self._wrap_engine()

@@ -51,7 +51,7 @@ a.policy=block a.rules=[{"match":"","policy":"blok"}] -> a.rules[0].match: patte
 a.policy=block a.rules=[{"match":"0","policy":"budget"}] -> a.rules[0].policy: must_be
 a.policy=block a.rules=[{"match":"0","policy":"block","modules":["A"]}] -> a.rules[0].modules: not_a_key
 a.policy=block a.rules=["0-3"] -> a.rules[0]: a_list_of_objects
-a.policy=block a.contiguous=true -> a.contiguous: was_removed
+a.policy=block a.contiguous=true -> a.contiguous: remove_it
 a.policy=block a.profile=true -> a.profile: torch.profiler
 a.policy=block a.synchronize=true -> a.synchronize: remove_it
 a.policy=budget -> a.budget_gib: 6.0
@@ -102,7 +102,7 @@ c.method=quantize c.topk={"density":0.1} -> c.topk: "quantize"
 c.method=powersgd c.topk={"density":0.1} ->
 c.method=dense c.error_feedback.enabled=false -> c.error_feedback: "dense"
 c.method=dense c.warmup_steps=100 c.min_numel=0 -> c.warmup_steps: "dense" | c.min_numel: "dense"
-c.method=dense c.guard.action=warn c.exchange.autotune=false -> c.guard: "dense" | c.exchange.autotune: "dense"
+c.method=dense c.guard={"action":"warn","error":0.5} c.exchange.autotune=false -> c.guard: "dense" | c.exchange.autotune: "dense"
 c.method=dense c.exchange.when=accumulation_boundary ->
 c.exchange.when=micro_step c.exchange.levels=2 -> c.exchange.when: "none" | c.exchange.levels: "none"
 c.rules=[{"match":"*","method":"topk"}] -> c.rules: "none"
@@ -118,6 +118,8 @@ c.method=topk c.rules=[{"match":"auto","method":"none"}] -> c.rules[0].match: no
 c.method=topk c.rules=[{"match":"*","method":"topk","dims":0,"min_numel":"8"}] -> c.rules[0].dims: 1 | c.rules[0].min_numel: text
 c.method=topk c.rules=[{"match":"*"},"*"] -> c.rules[0].method: nothing | c.rules[1]: a_list_of_objects
 c.method=topk c.rules=[{"match":"*","method":"topk","topk":{"density":0}}] -> c.rules[0].topk.density: above
+c.method=topk c.guard.action=warn -> c.guard.error: a_limit
+c.method=topk c.guard={"action":"warn","error":0.2} ->
 c.method=topk c.guard.error=0.2 -> c.guard.error: set_c.guard.action_to_"warn"
 c.method=topk c.exchange.when=accumulation_boundary managed_gradient_accumulation=false -> c.exchange.when: $.managed_gradient_accumulation_to_true
 c.method=topk c.exchange.when=micro_step managed_gradient_accumulation=false ->
@@ -130,8 +132,6 @@ t.path=t.jsonl -> t.path: set_t.enabled_to_true
 t.enabled=true t.every_n_steps=0 t.path="" -> t.every_n_steps: or_equal_to_1 | t.path: file
 ds_ckpt=[] -> $.ds_ckpt: in_braces
 ds_ckpt={"compresion":{}} -> $.ds_ckpt.compresion: "compression"
-compression.method=topk -> $.compression: move_it_to_$.ds_ckpt.compression
-telemetry.every_n_steps=1 -> $.telemetry: move_it
 ds-ckpt={} -> $['ds-ckpt']: "ds_ckpt"
 DS_CKPT={} -> $.DS_CKPT: "ds_ckpt"
 activation_checkpoint={} -> $.activation_checkpoint: "activation_checkpointing"

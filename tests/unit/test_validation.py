@@ -202,7 +202,7 @@ def test_runs_are_found_by_everything_they_depend_on(
         {"warmup_steps": 40},
         {"exchange": {"autotune": False}},
         {"exchange": {"when": "accumulation_boundary"}},
-        {"guard": {"action": "dense"}},
+        {"guard": {"action": "dense", "error": 0.5}},
         {"topk": None},
     )
     for section in same:

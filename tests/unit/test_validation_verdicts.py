@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.verdicts import (
     VerdictRecord,
     decisive,
-    limits,
     read_verdicts,
     verdicts_on,
     write_verdicts,
 )
-from ds_ckpt.errors import ConfigError, StateError
+from ds_ckpt.errors import StateError
 from ds_ckpt.telemetry.timings import ResidualStats
 
 ROOT = Path(__file__).parents[2]
@@ -145,31 +143,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["validate", str(config)])
     assert found.exit_code == 1
     assert "verdicts.json" in found.output
-
-
-# guards
-
-
-def test_limits_are_the_section_s_or_what_validation_saw(shipped: Path) -> None:
-    guard = {"action": "warn"}
-    four = compression(**FOUR)
-    bigger = record(four, task="b", left=ResidualStats(error=0.05, residual_norm=2.0))
-    write_verdicts(shipped, [record(four), bigger])
-    assert limits(compression(**FOUR, guard=guard)) == ResidualStats(error=0.125, residual_norm=2.5)
-    nearly_all = record(four, task="c", left=ResidualStats(error=0.95, residual_norm=2.0))
-    write_verdicts(shipped, [nearly_all])
-    assert limits(compression(**FOUR, guard=guard)) == ResidualStats(error=1.0, residual_norm=2.5)
-    own = limits(compression(**FOUR, guard={**guard, "error": 0.7}))
-    assert own == ResidualStats(error=0.7, residual_norm=math.inf)
-
-
-def test_a_guard_without_limits_is_refused(shipped: Path) -> None:
-    with pytest.raises(ConfigError, match="validate-accuracy") as caught:
-        compression(**FOUR, guard={"action": "dense"})
-    (problem,) = caught.value.problems
-    assert problem.where == "$.ds_ckpt.compression.guard"
-    compression(**FOUR, guard={"action": "dense", "residual_norm": 3.0})
-    compression(**FOUR, guard={"action": "off"})
 
 
 # the presets
