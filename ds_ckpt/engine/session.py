@@ -29,7 +29,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
-from ds_ckpt.telemetry.steps import ExchangeProbe, StepLog
+from ds_ckpt.telemetry.steps import ExchangeSample, StepLog
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
@@ -174,16 +174,6 @@ class Session:
 
     def _attach_telemetry(self) -> None:
         telemetry, exchange, sampler = self.config.telemetry, self.exchange, self._sampler
-        probe = None
-        if exchange is not None and sampler is not None:
-            sampler.subscribe(telemetry.every_n_steps)
-            probe = ExchangeProbe(
-                exchange.step.exchange.timings,
-                lambda: sampler.latest,
-                lambda: exchange.step.is_compressing,
-                lambda: gradient_norm(self.engine),
-                exchange.assignment.records(),
-            )
         monitor = getattr(self.engine, "monitor", None)
         has_monitor = dist.get_rank() == 0 and monitor is not None and monitor.enabled
         self._steps = StepLog(
@@ -191,10 +181,24 @@ class Session:
             every_n_steps=telemetry.every_n_steps,
             path=telemetry.path,
             rank=dist.get_rank(),
-            exchange=probe,
+            sample=None if exchange is None else self._sample_exchange,
             monitor=monitor.write_events if monitor is not None and has_monitor else None,
         )
+        if exchange is not None and sampler is not None:
+            sampler.subscribe(telemetry.every_n_steps)
+            self._steps.note({"plan": exchange.assignment.records()})
         self._after_step.append(self._steps.step_ended)
+
+    def _sample_exchange(self) -> ExchangeSample:
+        assert self.exchange is not None
+        assert self._sampler is not None
+        step = self.exchange.step
+        return ExchangeSample(
+            dict(step.exchange.timings.seconds),
+            self._sampler.latest,
+            gradient_norm(self.engine),
+            step.is_compressing,
+        )
 
     def _wrap_engine(self) -> None:
         engine = self.engine

@@ -1,9 +1,7 @@
 """The state of one optimizer step of the gradient exchange: how it is sent, commit and rollback.
 
-A step's buckets are reduced by DeepSpeed in the warm-up (or in a few bits), then as the tuner says.
 With gradient accumulation the exchange runs once, at the boundary; earlier micro-steps only add to
-the residuals. Everything that a step leaves pending (residuals, factors, the metric's sums) is
-committed or rolled back here, together.
+the residuals. Residuals, factors and the metric's sums are committed or rolled back together.
 """
 
 from __future__ import annotations
@@ -35,24 +33,21 @@ def _uncompressed(name: str, shape: torch.Size) -> None:
 
 
 class StepState:
-    """Reduces the buckets of a step, and commits or rolls back what they leave.
-
-    It is the `ds_ckpt.zero3.gradient.BucketExchange` of a method.
+    """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient.BucketExchange`.
 
     Args:
         exchange: runs after the warm-up.
-        warmup_steps: optimizer steps that DeepSpeed reduces, or that are sent as `warm_up` chooses.
-        warm_up: compressors of these steps; None: DeepSpeed's own reduction.
+        warmup_steps: optimizer steps of the warm-up.
+        warm_up: compressors in the warm-up; None: DeepSpeed's own reduction.
         current_step: returns DeepSpeed's count of optimizer steps so far.
-        at_boundary: returns whether this micro-step ends an accumulated step; earlier ones are
-            added to the residuals. None: every micro-step is exchanged.
+        at_boundary: returns whether this micro-step ends an accumulated step. None: every
+            micro-step is exchanged.
         tuner: "compressed" and another `ReductionMode`; None: gradients are always compressed.
         is_logging_rank: whether this rank logs.
 
     Attributes:
-        exchange, tuner: as given.
-        is_disabled: compression is over for this run: every bucket is sent uncompressed, with its
-            residual. Set between steps, on every rank alike; saved with a checkpoint.
+        is_disabled: every bucket is sent uncompressed, with its residual. Set between steps, on
+            every rank alike; saved with a checkpoint.
     """
 
     def __init__(
@@ -66,9 +61,7 @@ class StepState:
         tuner: Tuner | None = None,
         is_logging_rank: bool = False,
     ) -> None:
-        self.exchange = exchange
-        self.tuner = tuner
-        self.is_disabled = False
+        self.exchange, self.tuner, self.is_disabled = exchange, tuner, False
         self._warmup_steps, self._warm_up = warmup_steps, warm_up
         self._current_step, self._at_boundary = current_step, at_boundary
         self._is_logging_rank = is_logging_rank
@@ -80,8 +73,7 @@ class StepState:
         self._sent: dict[str, ReductionMode] = {}
         """Modes of this step's buckets, by parameter."""
         self._drained: set[str] = set()
-        """Parameters without a residual on any rank: sent uncompressed since they were compressed.
-        With two levels only some ranks have residuals, so the modes decide."""
+        """Parameters sent uncompressed since they were compressed: no rank has a residual."""
 
     @property
     def _is_warming_up(self) -> bool:
@@ -90,8 +82,7 @@ class StepState:
     def mode(self, names: Sequence[str] = ()) -> ReductionMode:
         """Return how the bucket of these parameters is reduced. Constant within a step.
 
-        Before DeepSpeed's reduction takes over, residuals are sent: a parameter that was compressed
-        goes uncompressed once.
+        A compressed parameter is sent uncompressed once before DeepSpeed reduces it.
         """
         if self._is_warming_up and self._warm_up is None:
             return "deepspeed"
@@ -148,14 +139,11 @@ class StepState:
         return self.exchange.average(names, tensors, loss_scale, choose=choose)
 
     def commit(self) -> None:
-        """End a step that was taken: residuals and factors are those that it left.
-
-        A step with a non-finite bucket that DeepSpeed did not skip rolls them back all the same:
-        every rank received its flag, and a NaN must not stay in a residual.
+        """End a step that was taken; with a non-finite bucket its residuals are rolled back.
 
         Raises:
-            UnsupportedError: on every rank, all of the step's gradients were only accumulated: the
-                program set the boundary after the last backward. The step is rolled back.
+            UnsupportedError: on every rank, all gradients were only accumulated: the program set
+                the boundary after the last backward. The step is rolled back.
         """
         if self._expects_more:
             self.rollback()
@@ -203,10 +191,7 @@ class StepState:
         return {"factors": factors, "fallback": {"whole": self.is_disabled}}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the state; missing parts start anew, and the tuner compares anew.
-
-        After a load onto other ranks every rank gets what rank 0 saved.
-        """
+        """Replace the state; missing parts start anew, and the tuner compares anew."""
         self.exchange.factors.load_state_dict(state.get("factors", {}))
         self.is_disabled = bool(state.get("fallback", {}).get("whole", False))
         self._sent, self._drained = {}, set()
@@ -220,13 +205,9 @@ class StepState:
 
 
 class NoCommunication:
-    """Sends no gradients: a lower bound for the step time of any compression.
+    """Sends no gradients, for `Session.measure_with`: no compression makes a shorter step.
 
-    For `Session.measure_with`. Every rank trains its shards on its own gradients.
-
-    Args:
-        world: number of ranks in the data-parallel group.
-        dp_rank: this rank's index in it.
+    Every rank trains its shards on its own gradients.
     """
 
     def __init__(self, world: int, dp_rank: int) -> None:
@@ -263,11 +244,7 @@ def make_step_state(
     embeddings: frozenset[str] = frozenset(),
     tuner: Tuner | None = None,
 ) -> StepState:
-    """Make one rank's end of the exchange in the settings, real or virtual.
-
-    `everyone` sums over all ranks. The other arguments are those of `AllToAllExchange`,
-    `StepState` and `Rules`.
-    """
+    """Make one rank's end of the exchange, real or virtual; `everyone` sums over all ranks."""
     choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
     return StepState(
         AllToAllExchange(

@@ -1,10 +1,9 @@
 """The tuner: compares candidates by the time of whole steps, and keeps the fastest.
 
-A short exchange does not make a short step: on a fast link DeepSpeed's own reduction can give the
-shorter step. So whole steps are timed. A cycle has `COUNTED_STEPS` of each candidate, after one
-that is not counted. Ranks add up their medians and the variances of these, so all choose alike. If
-the candidates differ too little, another cycle is added. After `MAX_CYCLES` the baseline wins.
-After `RECHECK_STEPS` the comparison is repeated. Nothing is saved: a resumed run measures again.
+A cycle has `COUNTED_STEPS` of each candidate, after one that is not counted. Ranks sum their
+medians and the variances of these, so all choose alike. If the candidates differ too little,
+another cycle is added; after `MAX_CYCLES` the baseline wins. After `RECHECK_STEPS` the comparison
+is repeated. Nothing is saved: a resumed run measures again.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ MAX_CYCLES = 16
 MIN_Z = 3.0
 """Standard errors by which medians must differ. Assumes that steps scatter independently."""
 DECISIVE_RATIO = 1.2
-"""Ratio of medians that needs one cycle only. Consecutive steps are more alike than others, which a
-standard error does not show and another cycle does."""
+"""Ratio of medians that needs one cycle only. Consecutive steps are more alike than others."""
 RECHECK_STEPS = 1000
 """Steps from a choice to the next comparison."""
 

@@ -35,15 +35,12 @@ GATHERED = "deepspeed"
 class ResidentWeights:
     """The weights hook of an engine, its process groups, and the choice by step time.
 
-    Candidates are the codecs and, with `resident: "auto"`, DeepSpeed's own gathers. All train alike
-    to the bit.
-
     Args:
         engine: DeepSpeed's engine.
         hook: Attached.
-        codecs: Encodings of the changes, by name.
+        codecs: Encodings of the changes, by name; all train alike to the bit.
         groups: Process groups made for the hook.
-        may_detach: Whether DeepSpeed's own gathers are a candidate.
+        may_detach: Whether DeepSpeed's own gathers are a candidate, too.
 
     Attributes:
         tuner: None if there is nothing to choose.
@@ -77,8 +74,7 @@ class ResidentWeights:
     def step_ended(self, *, is_busy: bool) -> None:
         """Count the step, and place the weights for the next one. Collective.
 
-        Args:
-            is_busy: Whether other choices are being compared, which step times depend on.
+        While another tuner compares (`is_busy`), times do not count.
         """
         if self.tuner is None:
             return

@@ -1,10 +1,5 @@
 """Memory of a step: storages that autograd saves, storages that are alive, and the step's position.
 
-- `SavedActivations` adds up what autograd holds between forward and backward. It uses hooks only,
-  so it is cheap enough for training.
-- `MemoryTracker` is a dispatch mode: it sees every operator, and computes live and peak bytes.
-- `ModuleTracker` follows phase, block and part with module hooks.
-
 All accept real, fake and meta tensors and never read values. A storage counts once, however many
 tensors share it. Not counted: memory that kernels use inside, and the allocator's fragmentation.
 """
@@ -107,11 +102,10 @@ def _unpack(kept: tuple[Tensor, int]) -> Tensor:
 
 
 class SavedActivations:
-    """Context manager around a forward, not its backward: adds up what autograd saves.
+    """Context manager around a forward, not its backward: adds up what autograd saves. Cheap.
 
-    Parameters of `module` are left out; buffers and inputs count if autograd saves them. Inside a
-    checkpointed block torch's own hooks apply, so only the block's tensor arguments count. Tensors
-    that a block is given by keyword count where an operator saves them.
+    Parameters of `module` are left out. Inside a checkpointed block torch's own hooks apply, so
+    only the block's tensor arguments count.
 
     Args:
         noted: called with every saved tensor and its storage's number (None for weights).
@@ -252,11 +246,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def activations_tracker(model: nn.Module, spans: Spans) -> MemoryTracker:
-    """Return a tracker of activations only, in a step whose spans are recorded.
-
-    It counts what operators allocate in the forward or in a recomputation, except inside gathers
-    of weights and other collectives.
-    """
+    """Return a tracker of what forward and recomputations allocate outside of collectives."""
 
     def counts() -> bool:
         inside = spans.open

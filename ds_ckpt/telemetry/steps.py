@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_ckpt.telemetry.counters import Counters, Snapshot
-from ds_ckpt.telemetry.timings import Timings
 
 log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
@@ -27,24 +27,21 @@ Event = tuple[str, float, int]
 Value = float | Mapping[str, float]
 
 
-@dataclass
-class ExchangeProbe:
-    """Access to a gradient exchange.
+@dataclass(frozen=True)
+class ExchangeSample:
+    """A gradient exchange after the last step.
 
     Attributes:
-        timings: of its sections.
-        errors: returns the last step's squared norms before and after compression, by method;
-            empty if it was not sampled.
-        compresses: returns whether gradients are compressed now.
-        gradient_norm: returns the norm of the last step's averaged gradient, or None.
-        plan: one JSON record per tensor, written before the first step's record.
+        seconds: by section, since attach.
+        energies: squared norms before and after compression, by method; empty if not sampled.
+        gradient_norm: of the averaged gradient; None if not known.
+        compresses: whether gradients are compressed now.
     """
 
-    timings: Timings
-    errors: Callable[[], Mapping[str, tuple[float, float]]]
-    compresses: Callable[[], bool]
-    gradient_norm: Callable[[], float | None]
-    plan: list[dict[str, Any]]
+    seconds: Mapping[str, float]
+    energies: Mapping[str, tuple[float, float]]
+    gradient_norm: float | None
+    compresses: bool
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Interval:
     counted: Snapshot
     parameters: int
     exchange_s: Mapping[str, float]
-    exchange: ExchangeProbe | None
+    exchange: ExchangeSample | None
 
 
 FIELDS: dict[str, Callable[[Interval], Value]] = {}
@@ -103,23 +100,23 @@ def exchange_s(interval: Interval) -> Value:
 @step_field
 def compression_error(interval: Interval) -> Value:
     """Return the last step's norm of the residual over that of what there was to send."""
-    energies = interval.exchange.errors() if interval.exchange else {}
+    energies = interval.exchange.energies if interval.exchange else {}
     return {method: (b and after / b) ** 0.5 for method, (b, after) in energies.items()}
 
 
 @step_field
 def residual_norm(interval: Interval) -> Value:
     """Return the last step's norm of the residual, in norms of the averaged gradient."""
-    norm = interval.exchange.gradient_norm() if interval.exchange else None
-    if interval.exchange is None or not norm:
+    exchange = interval.exchange
+    if exchange is None or not exchange.gradient_norm:
         return {}
-    return {m: after**0.5 / norm for m, (_, after) in interval.exchange.errors().items()}
+    return {m: after**0.5 / exchange.gradient_norm for m, (_, after) in exchange.energies.items()}
 
 
 @step_field
 def compresses(interval: Interval) -> bool:
     """Return whether gradients are compressed after this step."""
-    return interval.exchange is not None and interval.exchange.compresses()
+    return interval.exchange is not None and interval.exchange.compresses
 
 
 class StepLog:
@@ -129,7 +126,7 @@ class StepLog:
         counters: of this rank.
         path: JSONL file; the rank is put before `.jsonl`. None writes no file.
         rank: this rank.
-        exchange: None without compression.
+        sample: reads the exchange; None without compression.
         monitor: receives each record's numbers.
 
     Attributes:
@@ -143,34 +140,33 @@ class StepLog:
         every_n_steps: int,
         path: str | None,
         rank: int,
-        exchange: ExchangeProbe | None = None,
+        sample: Callable[[], ExchangeSample] | None = None,
         monitor: Callable[[list[Event]], None] | None = None,
     ) -> None:
         self._counters, self._every = counters, every_n_steps
-        self._exchange, self._monitor = exchange, monitor
+        self._sample, self._monitor = sample, monitor
         self._file: Path | None = None
         if path:
             wanted = Path(path)
             self._file = wanted.with_name(f"{wanted.name.removesuffix('.jsonl')}.{rank}.jsonl")
-        self._before, self._exchange_s = counters.snapshot(), dict[str, float]()
+        self._before, self._exchange_s = counters.snapshot(), Counter[str]()
         self._time_s, self._steps = time.perf_counter(), 0
         self.last: dict[str, Any] | None = None
-        if exchange is not None:
-            self.note({"plan": exchange.plan})
 
     def step_ended(self, step: int) -> None:
         """Count a step; write a record if it is the last one of its interval."""
         self._steps += 1
         if step % self._every:
             return
-        now, now_s, exchange = self._counters.snapshot(), time.perf_counter(), self._exchange
-        seconds = dict(exchange.timings.seconds) if exchange else {}
+        now, now_s = self._counters.snapshot(), time.perf_counter()
+        exchange = self._sample() if self._sample else None
+        seconds = Counter(exchange.seconds if exchange else {})
         interval = Interval(
             steps=self._steps,
             seconds=now_s - self._time_s,
             counted=now - self._before,
             parameters=len(now.gathers),
-            exchange_s={name: s - self._exchange_s.get(name, 0.0) for name, s in seconds.items()},
+            exchange_s={name: s - self._exchange_s[name] for name, s in seconds.items()},
             exchange=exchange,
         )
         values = {name: read(interval) for name, read in FIELDS.items()}

@@ -1,9 +1,8 @@
 """Time spans and sections of a step, and statistics of residuals.
 
-Spans are nested stretches of time with a kind, per thread. They are recorded only if a `Spans` is
-set on a session's counters and timings; `ds-ckpt measure` does, and divides steps by them. Kinds
-are the loop's phases (`forward`, `backward`, `update`), `recompute`, the purposes of collectives,
-`collective` (a call, or the wait for one) and `SECTIONS`.
+`ds-ckpt measure` sets a `Spans` on a session's counters and timings. Kinds of spans are the loop's
+phases (`forward`, `backward`, `update`), `recompute`, the purposes of collectives, `collective` (a
+call, or the wait for one) and `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ class Span:
 
 
 class Spans:
-    """Records spans of any thread.
-
-    Args:
-        synchronize: called before the clock is read. An asynchronous accelerator needs it, and
-            runs nothing beside the host then.
-    """
+    """Records spans of any thread; `synchronize` waits for an accelerator before each reading."""
 
     def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
         self._synchronize = synchronize
@@ -158,10 +152,7 @@ class Errors:
     _sums: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, method: str, before: Any, after: Any) -> None:
-        """Add squared norms of entries for other ranks: to send, and left out.
-
-        Numbers, or tensors of one number, which only `take_sums` reads.
-        """
+        """Add squared norms of entries for other ranks: to send, and left out."""
         sums = self._sums.setdefault(method, [0.0, 0.0])
         sums[0] += before
         sums[1] += after
@@ -171,19 +162,13 @@ class Errors:
         taken, self._sums = self._sums, {}
         return {key: (float(before), float(after)) for key, (before, after) in taken.items()}
 
-    def take_energies(self) -> tuple[float, float]:
-        """Return and reset both sums, of all methods together."""
-        sums = self.take_sums().values()
-        return sum(before for before, _ in sums), sum(after for _, after in sums)
-
 
 @dataclass(frozen=True)
 class ResidualStats:
     """Compression error of one step, over all ranks.
 
     Attributes:
-        error: norm of the residual over the norm of what there was to send, earlier residuals
-            included: 0 is lossless, 1 sends nothing.
+        error: norm of the residual over that of what there was to send: 0 is lossless.
         residual_norm: norm of the residual, in norms of the averaged gradient.
     """
 
@@ -192,10 +177,7 @@ class ResidualStats:
 
     @classmethod
     def of(cls, before: float, after: float, gradient_norm: float) -> ResidualStats | None:
-        """Compute them from squared norms summed over all ranks.
-
-        None if nothing was compressed, or if a number is not finite.
-        """
+        """Compute them from sums over all ranks; None if one is 0 or not finite."""
         numbers = (before, after, gradient_norm)
         if not all(map(math.isfinite, numbers)) or before <= 0 or gradient_norm <= 0:
             return None

@@ -181,8 +181,9 @@ class VirtualWorkers:
 
     def take_energies(self) -> tuple[float, float]:
         """Return and reset the squared norms of gradients and residuals over all workers."""
-        each = [state.exchange.errors.take_energies() for state in self.states]
-        return sum(before for before, _ in each), sum(after for _, after in each)
+        taken = [state.exchange.errors.take_sums().values() for state in self.states]
+        sums = [pair for each in taken for pair in each]
+        return sum(before for before, _ in sums), sum(after for _, after in sums)
 
     def residuals(self) -> list[dict[str, Tensor]]:
         """Return every worker's committed residuals: flat fp32 by parameter name."""
