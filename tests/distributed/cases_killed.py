@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import traceback
@@ -78,12 +77,6 @@ def _end(notes: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _in_mid_step(engine: Any, notes: Path) -> None:
-    if dist.get_rank() == VICTIM:
-        weight = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
-        weight.register_hook(lambda grad: _end(notes))
-
-
 def _in_mid_exchange(engine: Any, notes: Path) -> None:
     """With a bucket half on its way."""
     import deepspeed.comm.comm as ds_comm
@@ -121,38 +114,8 @@ def _stopped(engine: Any, notes: Path) -> None:
         time.sleep(3600)
 
 
-def _link_down(up_after_s: float | None) -> Callable[[Any, Path], None]:
-    """The interface of the worker processes' own network goes down in mid-step."""
-
-    def down(notes: Path) -> None:
-        _note(notes, "happened")
-        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-        if up_after_s is not None:
-            time.sleep(up_after_s)
-            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-
-    def fault(engine: Any, notes: Path) -> None:
-        if dist.get_rank() == VICTIM:
-            weight = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
-            thread = threading.Thread(target=down, args=[notes], daemon=True)
-            handle = weight.register_hook(lambda grad: (thread.start(), handle.remove())[1])
-
-    return fault
-
-
-def _disk_is_full(engine: Any, notes: Path) -> None:
-    """The next save does not fit: the checkpoint's folder is that small."""
-    if dist.get_rank() == VICTIM:
-        _note(notes, "happened")
-
-
 FAULTS: dict[str, Callable[[Any, Path], None]] = {
-    "killed in mid-step": _in_mid_step,
     "killed in mid-exchange": _in_mid_exchange,
     "killed in mid-save": _in_mid_save,
     "stopped": _stopped,
-    "link down for 5 s": _link_down(5.0),
-    "link down for good": _link_down(None),
-    "disk full at our files": _disk_is_full,
-    "disk full at DeepSpeed's files": _disk_is_full,
 }

@@ -75,37 +75,9 @@ def stepped(section: dict[str, Any], steps: int, **options: Any) -> dict[str, An
     return result
 
 
-def scheduled(section: dict[str, Any], steps: int) -> list[tuple[float, float]]:
-    """The b1 that a scheduler has written, and the one that the optimizer was called with."""
-    cycle = {
-        "type": "OneCycle",
-        "params": {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 4,
-            "cycle_min_mom": 0.3,
-            "cycle_max_mom": 0.9,
-        },
-    }
-    engine = _start(section, scheduler=cycle)
-    watched = _Watched(engine.optimizer.optimizer)
-    pairs = []
-    for step in range(steps):
-        written = engine.optimizer.param_groups[0]["betas"][0]
-        models.train(engine, "llama", 1, first=step)
-        pairs.append((written, watched.take()[0][1]))
-    engine.destroy()
-    return pairs
-
-
-def left_alone(section: dict[str, Any], kind: str) -> str:
+def left_alone(section: dict[str, Any]) -> str:
     """The summary with an optimizer that cannot be corrected."""
-    kinds = {
-        "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
-        "Adam": lambda groups: torch.optim.Adam(groups, weight_decay=0.1),
-        "maximizing": lambda groups: torch.optim.AdamW(groups, maximize=True),
-    }
-    engine = _start(section, optimizer=kinds[kind])
+    engine = _start(section, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
     models.train(engine, "llama", 2)
     session = ds_ckpt.session_of(engine)
     engine.destroy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +59,6 @@ def train(
     if folder:
         engine.save_checkpoint(folder)
     return _end(engine, models.train(engine, "llama", steps - after, first=after))
-
-
-def train_until_killed(
-    folder: str, section: dict[str, Any], split: int, progress: str, **options: Any
-) -> None:
-    """Save after `split` steps, then go on for ever; `progress` gets a line a step."""
-    engine = _engine(section, **options)
-    models.train(engine, "llama", split)
-    engine.save_checkpoint(folder)
-    for step in itertools.count(split):
-        models.train(engine, "llama", 1, first=step)
-        with Path(f"{progress}.{dist.get_rank()}").open("a") as file:
-            file.write(f"{step}\n")
 
 
 def resume(

@@ -102,23 +102,6 @@ def refused(sections: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
     return {"message": message, "untouched": stage3.reduce_scatter_coalesced is stock}
 
 
-def generate_after_training() -> dict[str, Any]:
-    """Evaluation with a cache after checkpointed training, and the flag's own switch."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(**BLOCK))
-    models.train(engine, "llama", 2)
-    engine.eval()
-    prompt = torch.zeros(1, 4, dtype=torch.long)
-    with torch.no_grad():
-        out = engine.module.generate(
-            prompt, max_new_tokens=4, do_sample=False, use_cache=True, synced_gpus=True
-        )
-    engine.train()
-    losses = models.train(engine, "llama", 2, first=2)
-    engine.destroy()
-    return {"shape": list(out.shape), "losses": losses}
-
-
 def inference(way: str) -> dict[str, Any]:
     """An engine without an optimizer, as transformers builds it for evaluation."""
     fresh()

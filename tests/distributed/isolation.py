@@ -7,7 +7,6 @@ import fcntl
 import os
 import socket
 import struct
-from pathlib import Path
 
 from ds_ckpt.lab.hosts.backends import sent_bytes
 
@@ -39,15 +38,3 @@ def is_isolated() -> bool:
 def loopback_sent_bytes() -> int:
     """What the loopback of this process's network has sent so far."""
     return sent_bytes("lo")
-
-
-def tcp_retransmissions() -> int:
-    """Segments that TCP has sent again so far in this process's network.
-
-    On a loopback too: two cores deliver segments out of order, and what looks lost is repeated.
-    """
-    lines = [
-        x for x in Path("/proc/self/net/snmp").read_text().splitlines() if x.startswith("Tcp:")
-    ]
-    names, numbers = (line.split() for line in lines)
-    return int(numbers[names.index("RetransSegs")])

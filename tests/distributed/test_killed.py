@@ -1,40 +1,50 @@
-"""What ends a run from outside: a clear end in a stated time on all others, a resume to the bit."""
+"""A killed or stopped process: the other ends in a stated time, and the run resumes to the bit."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.killing import ENDS_S, ROOM, meet, smooth
+from tests.distributed.cases_killed import AT, trained
+from tests.distributed.models import topk_section
+from tests.distributed.pool import Pool, PoolError
 
-CHEAPEST = "killed in mid-exchange"
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes a link down or mounts: needs root")
-
-
-def _marks(fault: str) -> list[Any]:
-    slow = [] if fault == CHEAPEST else [pytest.mark.slow]
-    return slow + [NEEDS_ROOT] * (fault in ROOM or "link" in fault)
-
-
-@pytest.fixture(scope="module")
-def without(world2: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return smooth(world2, tmp_path_factory.mktemp("smooth") / "checkpoint")
+SECTION = topk_section(topk={"density": 0.05})
+STEPS = 6
+WAIT_S = 20.0
+"""Timeout of every process group in the run with a fault."""
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", [pytest.param(name, marks=_marks(name)) for name in ENDS_S])
+@pytest.mark.parametrize(
+    ("fault", "ends_s"),
+    [
+        ("killed in mid-exchange", 10),
+        pytest.param("killed in mid-save", 10, marks=pytest.mark.slow),
+        pytest.param("stopped", WAIT_S + 10, marks=pytest.mark.slow),
+    ],
+)
 def test_all_end_in_time_and_go_on_from_the_last_save(
-    world2: Any, tmp_path: Path, without: Any, fault: str
+    world2: Any, tmp_path: Path, fault: str, ends_s: float
 ) -> None:
-    ending = meet(fault, world2, tmp_path, without)
-    assert ending.equal
-    if fault == "link down for 5 s":
-        assert ending.ended_s is None
-        return
-    assert ending.ended_s is not None
-    assert 0 < ending.ended_s < ENDS_S[fault]
-    assert ending.said
-    assert 0 <= ending.lost <= 2
+    smooth, checkpoint, notes = (tmp_path / name for name in ("smooth", "checkpoint", "notes"))
+    for folder in (smooth, checkpoint, notes):
+        folder.mkdir()
+    expected = world2.run(trained, str(smooth), "", SECTION, STEPS)
+    own, arguments = Pool(2), (str(checkpoint), str(notes), SECTION, STEPS)
+    with contextlib.suppress(PoolError):
+        own.run(trained, *arguments, fault, WAIT_S, timeout=240)
+    own.stop()
+    told = {path.stem: json.loads(path.read_text()) for path in notes.iterdir()}
+    happened = told.pop("happened")
+    (said,) = told.values()
+    assert 0 < said["time_s"] - happened["time_s"] < ends_s
+    for process, whole in zip(world2.run(trained, *arguments), expected, strict=True):
+        began = process["began"]
+        assert 0 <= AT - began <= 2
+        assert process["losses"] == {s: x for s, x in whole["losses"].items() if s >= began}
+        assert all(process[key] == whole[key] for key in ("weights", "state"))

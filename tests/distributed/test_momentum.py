@@ -51,20 +51,9 @@ def test_it_is_off_by_default(world2: Any) -> None:
     assert on["losses"] != off["losses"]
 
 
-def test_betas_of_a_scheduler_are_corrected(world2: Any) -> None:
-    pairs = world2.run(cases_momentum.scheduled, section_of(0.5), 10)[0]
-    written = [b1 for b1, _ in pairs]
-    assert min(written) < 0.4 < 0.6 < max(written)
-    assert all(used == 0.5 * b1 for b1, used in pairs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [("SGD", "SGD is not"), ("Adam", "weight decay"), ("maximizing", "maximizes")],
-)
-def test_another_optimizer_is_not_corrected(world2: Any, kind: str, why: str) -> None:
-    for summary in world2.run(cases_momentum.left_alone, section_of(), kind):
-        assert why in summary.partition("no momentum correction: ")[2]
+def test_another_optimizer_is_not_corrected(world2: Any) -> None:
+    for summary in world2.run(cases_momentum.left_alone, section_of()):
+        assert "SGD is not" in summary.partition("no momentum correction: ")[2]
 
 
 def test_detach_leaves_the_optimizer_as_it_was_found(world2: Any) -> None:

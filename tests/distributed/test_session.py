@@ -72,12 +72,6 @@ def test_what_one_part_raises_keeps_no_other_from_being_left(world2: Any, part: 
         assert not result["session"]
 
 
-def test_generate_and_training_go_on(world2: Any) -> None:
-    for result in world2.run(cases.generate_after_training):
-        assert result["shape"] == [1, 8]
-        assert all(loss == loss for loss in result["losses"])
-
-
 def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> None:
     for result in world2.run(cases.inference, "install"):
         assert result["session"] is None

@@ -16,17 +16,6 @@ from ds_ckpt.telemetry.timings import SECTIONS, Errors, Timings
 from tests.pretended_gpu import Gpu
 
 
-def test_sections_add_up() -> None:
-    timings = Timings()
-    for _ in range(3):
-        with timings.section("wire"):
-            time.sleep(0.002)
-    with pytest.raises(KeyError), timings.section("pack"):
-        raise KeyError
-    assert timings.seconds["wire"] >= 0.006
-    assert timings.seconds["pack"] > 0
-
-
 def test_time_inside_a_section_is_its_own() -> None:
     timings = Timings()
     with timings.section("pack"):
@@ -35,8 +24,6 @@ def test_time_inside_a_section_is_its_own() -> None:
                 time.sleep(0.02)
         with pytest.raises(KeyError), timings.section("wire"):
             raise KeyError
-    with timings.section("pack"):
-        pass
     assert timings.seconds["wire"] >= 0.04
     assert 0 <= timings.seconds["pack"] < 0.04
 

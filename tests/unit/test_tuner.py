@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +18,6 @@ from ds_ckpt.engine.tuner import (
     MAX_CYCLES,
     RECHECK_STEPS,
     Tuner,
-    robust_median,
 )
 
 BLOCK = 1 + COUNTED_STEPS
@@ -106,29 +104,24 @@ def test_skipped_steps_do_not_count(skip: int, times: tuple[float, float]) -> No
     assert counted[:CYCLE] == ONE_CYCLE
 
 
-def judged(ours_s: float, other_s: float, scatter: float, seed: int) -> tuple[Tuner, int]:
-    """Run scattering steps until there is a choice; return how many."""
-    tuner, rng, steps = made(), random.Random(seed), 0
-    while tuner.choice is None:
-        took_s = ours_s if tuner.current == "ours" else other_s
-        took_s *= max(0.3, rng.gauss(1.0, scatter))
-        drive(tuner, 1, took_s, took_s)
-        steps += 1
-    return tuner, steps
-
-
 def kept(ours_s: float, scatter: float, *, runs: int) -> int:
-    choices = [judged(ours_s, 1.0, scatter, seed)[0].choice for seed in range(runs)]
+    """Runs in which scattering steps of this mean are kept over some of 1 s."""
+    choices = []
+    for seed in range(runs):
+        tuner, rng = made(), random.Random(seed)
+        while tuner.choice is None:
+            took_s = ours_s if tuner.current == "ours" else 1.0
+            took_s *= max(0.3, rng.gauss(1.0, scatter))
+            drive(tuner, 1, took_s, took_s)
+        choices.append(tuner.choice)
     return choices.count("ours")
 
 
 def test_choices_are_about_as_certain_as_stated() -> None:
     """With single steps that scatter by 14%."""
-    assert kept(1.07, 0.14, runs=200) <= 2
+    assert kept(1.07, 0.14, runs=100) <= 2
     assert 1 <= kept(1.0, 0.14, runs=200) <= 8
-    assert kept(0.9, 0.14, runs=100) >= 90
-    assert kept(0.95, 0.02, runs=50) == kept(0.3, 0.4, runs=50) == 50
-    assert judged(1.0, 3.0, 0.1, 0)[1] == CYCLE
+    assert kept(0.9, 0.14, runs=50) >= 45
 
 
 def test_without_a_significant_difference_the_baseline_wins(
@@ -146,18 +139,6 @@ def test_without_a_significant_difference_the_baseline_wins(
         "ds_ckpt: autotune: things: other (ms a step: ours 1000.0, other 1000.0; no significant "
         "difference)"
     )
-
-
-@pytest.mark.parametrize("count", [4, 32])
-def test_the_error_of_a_median_is_that_of_normal_values(count: int) -> None:
-    """In the mean over draws; a pause among eight or more changes it little."""
-    rng = random.Random(count)
-    draws = [[rng.gauss(1.0, 0.1) for _ in range(count)] for _ in range(2000)]
-    medians, variances = zip(*map(robust_median, draws), strict=True)
-    assert statistics.mean(variances) == pytest.approx(statistics.variance(medians), rel=0.2)
-    if count >= 8:
-        paused = [robust_median([values[0] + 1000.0, *values[1:]])[1] for values in draws]
-        assert statistics.mean(paused) < 2 * statistics.mean(variances)
 
 
 def test_the_first_step_of_a_candidate_and_pauses_do_not_count() -> None:
