@@ -258,12 +258,12 @@ class Results:
         values = [float(cell) for cell in cells.strip("| ").split("|")[1:]]
         return values[("held", "of none", "FLOPs").index(column)]
 
-    def planned(self, budget: str, of: str, column: str) -> float:
+    def planned(self, budget: str, column: str) -> float:
         """`planning.txt`: "measured", in GiB, or "FLOPs" of the plan for a budget."""
         text = (HERE / "results" / "planning.txt").read_text(encoding="utf-8")
-        line = next(x for x in text.splitlines() if x.startswith(f"| {budget} | {of} |"))
+        line = next(x for x in text.splitlines() if x.startswith(f"| {budget} |"))
         cells = line.strip("| ").split("|")
-        return float(cells[("measured", "FLOPs").index(column) * 2 + 3])
+        return float(cells[("measured", "FLOPs").index(column) * 2 + 2])
 
     def fewer_bytes(self, method: str, model: str = "hidden 1024", layout: str = "2x1") -> float:
         """Than the best dense exchange at a host's interface, accumulation 1."""

@@ -20,7 +20,7 @@ from collections import Counter
 
 import torch
 
-from ds_ckpt.activation.planning.budget import Allowance, BudgetOf, Planner
+from ds_ckpt.activation.planning.budget import Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.trace import simulate, survey
 from ds_ckpt.errors import UnsupportedError
@@ -58,26 +58,24 @@ def main() -> None:
     print(f"rates: {options.flops_per_byte:g} FLOP for a byte")
     print(f"measuring the model: {measured_s:.2f} s; without recompute {none.held_bytes / GIB:.2f}")
     print(
-        "\n| budget | of | held, GiB: planned | measured | needed at most | FLOPs | planning, s "
-        "| treatments |\n|---|---|---|---|---|---|---|---|"
+        "\n| budget | held, GiB: planned | measured | needed at most | FLOPs | planning, s "
+        "| treatments |\n|---|---|---|---|---|---|---|"
     )
-    kinds: tuple[BudgetOf, ...] = ("saved", "activations")
-    for of in kinds:
-        for budget in options.budgets:
-            start_s = time.process_time()
-            try:
-                plan = planner.plan(Allowance(int(budget * GIB), of))
-            except UnsupportedError as error:
-                print(f"| {budget:g} | {of} | refused: {error.problems[0].remedy} | | | | | |")
-                continue
-            planned_s = time.process_time() - start_s
-            real = simulate(model, (), batch, plan.units(model))
-            words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
-            print(
-                f"| {budget:g} | {of} | {plan.held_bytes / GIB:.3f} | {real.held_bytes / GIB:.3f} "
-                f"| {plan.needed_bytes / GIB:.3f} | {real.total().flops / none.total().flops:.3f} "
-                f"| {planned_s:.2f} | {words} |"
-            )
+    for budget in options.budgets:
+        start_s = time.process_time()
+        try:
+            plan = planner.plan(Allowance(int(budget * GIB), "activations"))
+        except UnsupportedError as error:
+            print(f"| {budget:g} | refused: {error.problems[0].remedy} | | | | | |")
+            continue
+        planned_s = time.process_time() - start_s
+        real = simulate(model, (), batch, plan.units(model))
+        words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
+        print(
+            f"| {budget:g} | {plan.held_bytes / GIB:.3f} | {real.held_bytes / GIB:.3f} "
+            f"| {plan.needed_bytes / GIB:.3f} | {real.total().flops / none.total().flops:.3f} "
+            f"| {planned_s:.2f} | {words} |"
+        )
 
 
 if __name__ == "__main__":

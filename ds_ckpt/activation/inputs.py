@@ -110,14 +110,21 @@ _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block"
 class Keeping(Section):
     """Storage of checkpointed inputs: keys of `ds_ckpt.activation`."""
 
-    removed: ClassVar = dict.fromkeys(
-        ("contiguous", "contiguous_count", "synchronize", "profile"),
-        Removed(
-            "the buffer for inputs, waits around blocks and the table of times were removed",
-            "remove it; use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
-            "fragmentation, CUDA_LAUNCH_BLOCKING=1 to wait, torch.profiler for times",
+    removed: ClassVar = {
+        **dict.fromkeys(
+            ("contiguous", "contiguous_count", "synchronize", "profile"),
+            Removed(
+                "the buffer for inputs, waits around blocks and the table of times were removed",
+                "remove it; use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
+                "fragmentation, CUDA_LAUNCH_BLOCKING=1 to wait, torch.profiler for times",
+            ),
         ),
-    )
+        "budget_of": Removed(
+            "budgets of saved tensors alone were removed",
+            'write "activations", which counts the peak of backward, too',
+            values=("saved",),
+        ),
+    }
 
     offload: Annotated[bool, SWITCH, _CHECKPOINTING] = Field(
         default=False,

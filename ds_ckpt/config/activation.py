@@ -10,7 +10,7 @@ from ds_ckpt.activation.inputs import Keeping
 from ds_ckpt.activation.policies import PLANNED, Policy, PolicySettings, Rule, policy_named
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
-BudgetOf = Literal["activations", "saved", "accelerator"]
+BudgetOf = Literal["activations", "accelerator"]
 _ON = Requires("activation.policy", not_in=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
 
@@ -46,8 +46,8 @@ class ActivationConfig(Keeping, _WithPolicy):
         description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '
         'every block. "every_n": some blocks. "segments": several blocks in one recomputation. '
         '"selective": blocks, but results of chosen operators are kept. "budget": the plan within '
-        'budget_gib that recomputes least. "auto": the same, for 90% of budget_gib or of the free '
-        'memory. Default: "block" if the section activation_checkpointing is present.',
+        'budget_gib that recomputes least. "auto": the same, for budget_gib or for 90% of the '
+        'free memory. Default: "block" if the section activation_checkpointing is present.',
     )
     modules: Annotated[
         tuple[Name, ...] | None,
@@ -98,14 +98,13 @@ class ActivationConfig(Keeping, _WithPolicy):
             "budget_gib",
             not_in=(None,),
             suggest=6.0,
-            for_values=("activations", "saved"),
+            for_values=("activations",),
             why="without budget_gib the limit is the accelerator's memory, for everything on it",
         ),
     ] = Field(
         default=None,
-        description='Memory that budget_gib limits. "activations": the peak of backward. "saved": '
-        'tensors kept from forward to backward. "accelerator": everything on it, which is the '
-        "default without budget_gib.",
+        description='Memory that budget_gib limits. "activations": the peak of backward. '
+        '"accelerator": everything on it, which is the default without budget_gib.',
     )
 
     @property

@@ -24,7 +24,7 @@ from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.telemetry.device import capacity_of, free_on
 from ds_ckpt.telemetry.units import GIB
-from ds_ckpt.zero3.resident import OPTIONAL, resident_bytes
+from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
@@ -96,10 +96,12 @@ class Planning:
 
     def _limit_bytes(self) -> int:
         """Return the budget, or the memory that this rank can have if that is less."""
-        asked, available = self._config.budget_gib, self._capacity
+        asked, available = self._config.budget_gib, float(self._capacity)
         if self._device.type == "cuda" and self._config.budget_is_of == "accelerator":
             available = free_on(self._device) + torch.cuda.memory_allocated(self._device)
-        return available if asked is None else min(available, int(asked * GIB))
+        if self._config.policy == "auto":
+            available *= AUTO_SHARE
+        return int(available if asked is None else min(available, asked * GIB))
 
     def _make(self, args: Any, kwargs: dict[str, Any], limit_bytes: int) -> ActivationPlan:
         start_s = time.perf_counter()
@@ -116,9 +118,6 @@ class Planning:
             config.offload_prefetch,
             config.offload_min_bytes,
             int(engine.train_micro_batch_size_per_gpu()),
-            self._capacity,
-            OPTIONAL,
-            aim=AUTO_SHARE if config.policy == "auto" else 1.0,
         )
         plan = plan_within(
             allowance,

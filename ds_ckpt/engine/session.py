@@ -170,7 +170,7 @@ class Session:
         if self._steps is not None:
             self._steps.note({"activation_plan": asdict(plan)})
         if dist.get_rank() == 0:
-            log.info("ds_ckpt: %s\n%s", plan.line(), plan.table())
+            log.info("ds_ckpt: %s", plan.line())
 
     def _attach_telemetry(self) -> None:
         telemetry, exchange, sampler = self.config.telemetry, self.exchange, self._sampler

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 HOST_COPY = "a host's copy of the weights, this process's part"
-OPTIONAL = {HOST_COPY: '"weights": {"resident": false}, "zero_hpz_partition_size": 1'}
-"""Memory that training does not need, and the settings that free it."""
 
 
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:

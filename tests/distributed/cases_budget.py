@@ -76,7 +76,7 @@ def _train(
         "on_device": offloaded,
         "plan": repr(plan) if plan else "",
         "choices": plan.choices if plan else [],
-        "recompute": plan.recompute_share if plan else 0.0,
+        "recompute": plan.recompute_s if plan else 0.0,
         "planned_held": plan.held_bytes if plan else 0,
         "none_bytes": plan.none_bytes if plan else 0,
         "needed": plan.needed_bytes if plan else 0,

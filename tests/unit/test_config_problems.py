@@ -52,12 +52,13 @@ a.policy=block a.rules=[{"match":"0","policy":"budget"}] -> a.rules[0].policy: m
 a.policy=block a.rules=[{"match":"0","policy":"block","modules":["A"]}] -> a.rules[0].modules: not_a_key
 a.policy=block a.rules=["0-3"] -> a.rules[0]: a_list_of_objects
 a.policy=block a.contiguous=true -> a.contiguous: remove_it
+a.policy=budget a.budget_gib=6.0 a.budget_of=saved -> a.budget_of: were_removed
 a.policy=block a.profile=true -> a.profile: torch.profiler
 a.policy=block a.synchronize=true -> a.synchronize: remove_it
 a.policy=budget -> a.budget_gib: 6.0
 a.policy=auto ->
 a.policy=auto a.budget_of=activations -> a.budget_of: set_a.budget_gib_to_6.0
-a.policy=block a.budget_gib=6.0 a.budget_of=saved -> a.budget_gib: "budget" | a.budget_of: "budget"
+a.policy=block a.budget_gib=6.0 a.budget_of=activations -> a.budget_gib: "budget" | a.budget_of: "budget"
 a.policy=budget a.budget_gib=0 -> a.budget_gib: greater_than_0
 a.policy=budget a.budget_gib="6" -> a.budget_gib: text
 a.policy=budget a.budget_gib=true -> a.budget_gib: a_valid_number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,11 +23,12 @@ from tests.architectures import ARCHITECTURES, OFTEN, batch, build
 RATES = Rates(1e12, 1e10, 1e9)
 
 
-def _units(model: nn.Module, candidate: Candidate) -> list[Unit]:
+def _units(model: nn.Module, blocks: list[str], ways: list[Candidate]) -> list[Unit]:
     modules = dict(model.named_modules())
-
     return [
-        Unit(tuple(Block(n, modules[n]) for n in u.modules), u.save_ops) for u in candidate.units
+        Unit((Block(name, modules[name]),), way.save_ops)
+        for name, way in zip(blocks, ways, strict=True)
+        if way.save_ops is not None
     ]
 
 
@@ -59,14 +59,14 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
     none = simulate(model, (), data, [])
     assert none.held_bytes == found.saved_bytes
-    assert none.total("forward").flops == found.flops > 0
-    assert len(ways[0]) >= 5
+    assert none.total("forward").flops == sum(o.flops for o in found.trace.operators) > 0
+    assert len(ways[0]) >= 4
     for word in (c.word for c in ways[0]):
         chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
-        units = [u for c in chosen for u in _units(model, c)]
+        units = _units(model, [b.name for b in found.blocks], chosen)
         held = found.outside.union(*(c.held for c in chosen))
         assert sum(found.trace.sizes[s] for s in held) == _measured(model, data, units), word
-        if word in ("block", "attention and mlp", "selective attention+qkvo"):
+        if word in ("block", "selective attention+qkvo"):
             step = simulate(model, (), data, units)
             assert step.total().flops - none.total().flops == sum(c.flops for c in chosen), word
 
@@ -123,7 +123,7 @@ def test_a_recompute_takes_no_longer_than_the_forward_that_it_repeats(rates: Rat
 
 def test_a_padding_mask_decides_as_in_training() -> None:
     """With values unknown transformers would make a mask where training needs none."""
-    model = build("llama", 2)
+    model = build("llama", 2, tie_word_embeddings=True)
     tokens = torch.randint(3, 40, (2, 16))
     padded = torch.ones_like(tokens)
     padded[1, 9:] = 0
@@ -135,11 +135,13 @@ def test_a_padding_mask_decides_as_in_training() -> None:
     assert saved[0] < saved[1]
 
 
-def test_a_model_without_memory_is_measured() -> None:
+def test_a_model_without_memory_is_measured_under_the_callers_autocast() -> None:
     data = batch("llama")
     with torch.device("meta"):
         model = build("llama", 2)
-    assert survey(model, (), data).saved_bytes == _measured(build("llama", 2), data, [])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = survey(model, (), data).saved_bytes
+        assert found == _measured(build("llama", 2), data, [])
 
 
 class _Asking(nn.Module):
@@ -161,17 +163,6 @@ def test_a_forward_that_depends_on_values_is_refused_with_words() -> None:
     words = str(caught.value)
     assert "aten._local_scalar_dense" in words
     assert '"policy"' in words
-
-
-def test_autocast_is_that_of_the_caller() -> None:
-    model, data = build("llama", 2), batch("llama")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert survey(model, (), data).saved_bytes == _measured(model, data, [])
-
-
-def test_tied_weights_stay_tied() -> None:
-    model = build("llama", 2, tie_word_embeddings=True)
-    assert survey(model, (), batch("llama")).saved_bytes == _measured(model, batch("llama"), [])
 
 
 def _large() -> tuple[nn.Module, dict[str, Any], Survey]:
@@ -201,9 +192,9 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         before = plan.recompute_s
         step = simulate(model, (), data, plan.units(model))
         assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.held_bytes
-        recomputed = [b for b in plan.blocks if b.recompute_flops]
+        recomputed = [b for b in plan.blocks if b.save_ops is not None]
         if offload and recomputed:
-            assert recomputed[-1].offloaded_bytes == 0  # the last boundary stays
+            assert recomputed[-1].offloaded_bytes == 0  # the last input stays
             assert all(b.offloaded_bytes > 0 for b in recomputed[:-1])
         whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
         assert len(whole) <= 1
@@ -211,57 +202,21 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
     assert before == 0.0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6])
-def test_with_offload_what_is_held_fits_the_budget(share: float) -> None:
-    """What the last recompute keeps stays on the device, and counts."""
+def test_the_error_names_what_would_fit() -> None:
     _, _, found = _large()
     planner = Planner(found, RATES, 1024)
-    least = planner.least(Allowance(1, "saved", offload=True))
-    budget = round(least.needed_bytes + share * (found.saved_bytes - least.needed_bytes))
-    plan = planner.plan(Allowance(budget, "saved", offload=True))
-    assert sum(b.offloaded_bytes for b in plan.blocks)
-    assert plan.held_bytes <= plan.needed_bytes <= budget
-    below = Allowance(least.needed_bytes - 1, "saved", offload=True)
-    with pytest.raises(UnsupportedError):
-        planner.plan(below)
-
-
-def test_the_words_say_what_would_fit() -> None:
-    _, _, found = _large()
-    planner = Planner(found, RATES, 1024)
+    small = Allowance(2**22, "activations", {"weights": 2**19}, micro_batch=800)
+    least = planner.least(small).needed_bytes
     with pytest.raises(UnsupportedError) as caught:
-        planner.plan(Allowance(2**22, "activations", {"weights": 2**19}, micro_batch=8))
+        planner.plan(small)
     words = caught.value.problems[0].remedy
-    least = planner.least(Allowance(1, "activations", {"weights": 2**19})).needed_bytes
     named = float(words.split("at least ")[1].split(" GiB")[0])
     assert least <= named * GIB <= 1.001 * least
-    assert planner.plan(Allowance(int(named * GIB), "activations", {"weights": 2**19}))
-    assert '"offload": true' in words
-    share = (2**22 - 2**19) / (least - 2**19)
-    assert f"sequences of at most {100 * share - 0.5:.0f}% of" in words  # never more than fits
-    with pytest.raises(UnsupportedError) as caught:
-        planner.plan(Allowance(least // 2, "activations", {}, micro_batch=8))
-    assert "a micro-batch of" in caught.value.problems[0].remedy
-    assert "weights" not in caught.value.problems[0].why
-
-
-def test_the_words_say_what_fits_without_resident_weights() -> None:
-    planner = Planner(survey(build("llama", 2), (), batch("llama")), RATES, 24)
-    beside = {"weights": 2**20, "copy": 2**24}
-    settings = {"copy": '"resident": false', "nothing of the kind": "no setting"}
-    full = Allowance(1, "accelerator", beside, optional=settings)
-    least = planner.least(full).needed_bytes
-    for budget, verdict in ((least - 2**24, "fits"), (least - 2**24 - 1, "is still too much")):
-        with pytest.raises(UnsupportedError) as caught:
-            planner.plan(replace(full, budget_bytes=budget))
-        words = caught.value.problems[0].remedy
-        found = re.search(r'without copy, (.+) GiB \("resident": false\): (.+) GiB, ([^;]+)', words)
-        assert found is not None, words
-        assert float(found[1]) * GIB == pytest.approx(2**24, rel=1e-3)
-        assert float(found[2]) * GIB == pytest.approx(least - 2**24, rel=1e-3)
-        assert found[3] == verdict
-        assert "no setting" not in words
-    assert planner.plan(Allowance(least - 2**24, "accelerator", {"weights": 2**20}))
+    assert planner.plan(replace(small, budget_bytes=int(named * GIB)))
+    assert '"offload": true needs' in words
+    fits = 800 * (2**22 - 2**19) // (least - 2**19)
+    assert f"a micro-batch of {fits} instead of 800" in words
+    assert "weights 0.000" in caught.value.problems[0].why
 
 
 def test_copies_that_outlast_the_computing_beside_them_cost() -> None:
@@ -279,12 +234,3 @@ def test_rates_are_measured_on_the_device() -> None:
     assert 1e7 < rates.flops_per_s < 1e14
     assert 1e6 < rates.bytes_per_s < 1e13
     assert rates.seconds(rates.flops_per_s, rates.bytes_per_s) == pytest.approx(2.0)
-
-
-def test_no_budget_above_what_the_device_has_is_proposed() -> None:
-    planner = Planner(survey(build("llama", 2), (), batch("llama")), RATES, 24)
-    small = Allowance(1000, "activations", capacity_bytes=2000, micro_batch=2)
-    assert "write at least" not in str(planner.too_small(small))
-    assert "use more processes" not in str(planner.too_small(small))  # shorter sequences do
-    enough = Allowance(1000, "activations", capacity_bytes=2**40)
-    assert "write at least" in str(planner.too_small(enough))

@@ -87,7 +87,6 @@ def test_the_survey_of_a_budget_counts_the_same() -> None:
     (footprint,) = footprints(_subject("llama"), 2, compared((), None, None), None)
     found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
     assert found.saved_bytes == footprint.held_bytes
-    assert found.flops == footprint.forward.flops
     held = [sum(parts.values()) for name, parts in footprint.blocks.items() if name != OUTSIDE]
     assert [b.saved_bytes for b in found.blocks] == held
 
@@ -298,7 +297,7 @@ def test_functions_and_their_batches(tmp_path: Path) -> None:
         (f"{MODELS}:only_a_model", ["returned Stack", "return (model, batch)"]),
         (f"{MODELS}:nothing_to_train", ["no tensor in it needs a gradient"]),
         (f"{MODELS}:wrong_batch", ["the forward of Stack fails on its batch", "model(batch) run"]),
-        (f"{MODELS}:needs_values", ["fake tensors hold none", ".item()"]),
+        (f"{MODELS}:needs_values", ["needs the value of a tensor", ".item()"]),
         ("missing/config.json", ["no configuration", "FileNotFoundError"]),
         ("/", ["no configuration"]),
     ],

@@ -7,38 +7,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.planning.candidates import (
-    Candidate,
-    UnitNames,
-    candidates_of,
-    shared_by_blocks,
-)
+from ds_ckpt.activation.planning.candidates import Candidate, candidates_of, shared_by_blocks
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import Storage
-from ds_ckpt.telemetry.units import GIB, MIB, columns, size
+from ds_ckpt.telemetry.units import GIB, size
 
 _WHERE = "$.ds_ckpt.activation.budget_gib"
 AUTO_SHARE = 0.9
-"""Share of the memory that policy "auto" plans for: the rest is for fragmentation."""
-BudgetOf = Literal["saved", "activations", "accelerator"]
-_OF = {
-    "saved": "saved between forward and backward",
-    "activations": "activations with the recompute's own peak",
-    "accelerator": "the whole accelerator",
-}
+"""Share of the free memory that policy "auto" plans for: the rest is for fragmentation."""
+BudgetOf = Literal["activations", "accelerator"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +36,17 @@ class BlockPlan:
 
     Attributes:
         word: name of its way.
+        save_ops: operator results that a recompute keeps; None: the block is not recomputed.
         held_bytes: on the device between its forward and its backward.
         offloaded_bytes: in host memory meanwhile.
-        full_bytes: on the device while its backward runs.
         recompute_s: by the device's rates, waiting for copies included.
     """
 
     name: str
     word: str
-    units: tuple[UnitNames, ...]
+    save_ops: tuple[str, ...] | None
     held_bytes: int
     offloaded_bytes: int
-    full_bytes: int
     recompute_flops: int
     recompute_s: float
 
@@ -74,7 +62,7 @@ class ActivationPlan:
         none_bytes: saved activations if nothing were recomputed.
         held_bytes: on the device between forward and backward.
         needed_bytes: the most at once, of the memory that the budget counts.
-        forward_flops: of one forward, like `forward_s`.
+        forward_s: of one forward.
         tokens: elements of the batch's largest integer tensor, else of its largest tensor.
         planning_s: wall time of measuring and searching; the caller sets it.
     """
@@ -86,9 +74,7 @@ class ActivationPlan:
     none_bytes: int
     held_bytes: int
     needed_bytes: int
-    forward_flops: int
     forward_s: float
-    rates: Rates
     tokens: int
     planning_s: float = 0.0
 
@@ -103,11 +89,6 @@ class ActivationPlan:
         return sum(b.recompute_s for b in self.blocks)
 
     @property
-    def recompute_share(self) -> float:
-        """Recompute over a forward's time."""
-        return self.recompute_s / self.forward_s if self.forward_s else 0.0
-
-    @property
     def choices(self) -> list[str]:
         """Name the way of each block."""
         return [b.word for b in self.blocks]
@@ -116,51 +97,23 @@ class ActivationPlan:
         """Make the units for `CheckpointedBlocks`."""
         modules = dict(model.named_modules())
         return [
-            Unit(
-                tuple(Block(name, modules[name]) for name in unit.modules),
-                unit.save_ops,
-                _WHERE,
-            )
+            Unit((Block(block.name, modules[block.name]),), block.save_ops, _WHERE)
             for block in self.blocks
-            for unit in block.units
+            if block.save_ops is not None
         ]
 
     def line(self) -> str:
         """Describe the plan on one line."""
-        counts = Counter(self.choices)
-        treated = ", ".join(f"{n} x {word}" for word, n in counts.most_common())
+        treated = ", ".join(f"{n} x {word}" for word, n in Counter(self.choices).most_common())
         offloaded = sum(b.offloaded_bytes for b in self.blocks)
         away = f", {size(offloaded)} in host memory" if offloaded else ""
-        share = self.recompute_flops / self.forward_flops if self.forward_flops else 0.0
+        share = self.recompute_s / self.forward_s if self.forward_s else 0.0
         return (
-            f"plan for {size(self.budget_bytes)} ({_OF[self.of]}): {treated}; "
+            f"plan for {size(self.budget_bytes)} ({self.of}): {treated}; "
             f"{size(self.held_bytes)} saved of {size(self.none_bytes)} without recompute{away}, "
-            f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward's "
-            f"products, {self.recompute_share:.1%} of its time; "
+            f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward; "
             f"made for {self.tokens} tokens in {self.planning_s:.1f} s"
         )
-
-    def table(self) -> str:
-        """List the blocks, with one line for neighbours that are treated alike."""
-        head = ("blocks", "policy", "saved MiB", "in backward MiB", "recompute GFLOP", "ms")
-        rows = [head]
-        for word, neighbours in groupby(self.blocks, key=lambda block: block.word):
-            group = list(neighbours)
-            first, last = group[0].name, group[-1].name
-            rows.append(
-                (
-                    first if first == last else f"{first} to {last}",
-                    word,
-                    f"{sum(b.held_bytes for b in group) / MIB:.1f}",
-                    f"{max(b.full_bytes for b in group) / MIB:.1f}",
-                    f"{sum(b.recompute_flops for b in group) / 1e9:.2f}",
-                    f"{1e3 * sum(b.recompute_s for b in group):.3f}",
-                )
-            )
-        outside = self.held_bytes - sum(b.held_bytes for b in self.blocks)
-        for what, nbytes in {"outside of blocks": outside, **self.resident}.items():
-            rows.append((what, "", f"{nbytes / MIB:.1f}", "", "", ""))
-        return columns(rows, left=2)
 
 
 @dataclass(frozen=True)
@@ -169,12 +122,9 @@ class Allowance:
 
     Attributes:
         resident: bytes beside activations by what they are, for budgets of the accelerator.
-        optional: parts of `resident` that a model trains without, and the settings that drop them.
         offload: checkpointed inputs go to host memory (tensors of `min_bytes` and more), and come
             back `prefetch` recomputes ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
-        capacity_bytes: of the device, for messages; 0: not known.
-        aim: share of the budget to plan for, if that can be reached.
     """
 
     budget_bytes: int
@@ -184,14 +134,6 @@ class Allowance:
     prefetch: int = 1
     min_bytes: int = 65536
     micro_batch: int = 0
-    capacity_bytes: int = 0
-    optional: Mapping[str, str] = field(default_factory=dict)
-    aim: float = 1.0
-
-    @property
-    def aim_bytes(self) -> int:
-        """Bytes to plan for."""
-        return int(self.budget_bytes * self.aim)
 
 
 class Planner:
@@ -202,30 +144,23 @@ class Planner:
         rates: of the device.
         tokens: of the batch, for messages.
         repeated: times that the model has the last block, which the survey has once.
+
+    Attributes:
+        saved_bytes: saved activations if nothing were recomputed.
+        forward_s: seconds by block; the last entry is what runs outside of them.
     """
 
     def __init__(self, found: Survey, rates: Rates, tokens: int, *, repeated: int = 1) -> None:
         self._found, self._rates, self._tokens = found, rates, tokens
         last = len(found.blocks) - 1
         self._blocks = [*range(last), *[last] * repeated] if found.blocks else []
-        surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
-        self._surveyed = surveyed
-        self._candidates = [surveyed[i] for i in self._blocks]
-        self._shared = shared_by_blocks(surveyed)
-        seconds = found.forward_s(rates)
-        self._forward_s = [*(seconds[i] for i in self._blocks), seconds[-1]]
+        self._surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
+        self._candidates = [self._surveyed[i] for i in self._blocks]
+        self._shared = shared_by_blocks(self._surveyed)
+        self._seconds = found.forward_s(rates)
+        self.forward_s = [*(self._seconds[i] for i in self._blocks), self._seconds[-1]]
         more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
         self.saved_bytes = found.saved_bytes + more
-        """Saved activations if nothing were recomputed."""
-        work = sum(
-            o.flops for b in found.blocks[-1:] for c in b.calls for o in found.trace.within(c)
-        )
-        self._flops = found.flops + work * (repeated - 1)
-
-    @property
-    def forward_s(self) -> list[float]:
-        """Seconds by block; the last entry is what runs outside of them."""
-        return self._forward_s
 
     @property
     def words(self) -> list[str]:
@@ -235,9 +170,8 @@ class Planner:
 
     def all_alike(self, word: str, allowance: Allowance) -> ActivationPlan:
         """Treat every block in one way, whether or not it fits."""
-        options = self._options(allowance)
         choice = [[way.word for way in ways].index(word) for ways in self._candidates]
-        return self._written(allowance, options, choice, self._room(allowance))
+        return self._written(allowance, choice)
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
         """Return the cheapest plan that fits.
@@ -245,155 +179,126 @@ class Planner:
         Raises:
             UnsupportedError: none does; the error names what would.
         """
-        options, room = self._options(allowance), self._room(allowance)
-        choice: list[int] | None = [0] * len(options)
-        if self._untreated_bytes(allowance) > allowance.aim_bytes:
-            choice = search(options, room)
+        choice: list[int] | None = [0] * len(self._blocks)
+        if self._untreated_bytes(allowance) > allowance.budget_bytes:
+            choice = self._best(allowance, search)
         if choice is None:
-            needed, choice = least(options, room)
-            if needed > allowance.budget_bytes:
-                raise self.too_small(allowance)
-        return self._written(allowance, options, choice, room)
+            raise self._too_small(allowance)
+        return self._written(allowance, choice)
 
     def least(self, allowance: Allowance) -> ActivationPlan:
         """Return the plan that needs the fewest bytes, whether or not it fits."""
-        options, room = self._options(allowance), self._room(allowance)
-        return self._written(allowance, options, least(options, room)[1], room)
+        choice = self._best(allowance, lambda options, room: least(options, room)[1], fewest=True)
+        assert choice is not None
+        return self._written(allowance, choice)
+
+    def _best(
+        self,
+        allowance: Allowance,
+        solve: Callable[[Sequence[Sequence[Option]], Room], list[int] | None],
+        *,
+        fewest: bool = False,
+    ) -> list[int] | None:
+        """Return the cheapest choice, or the one of the fewest bytes.
+
+        Offload leaves the tensors of the last recompute on the device. Each size that they may have
+        is solved by itself, with the options that move no more.
+        """
+        options, found = self._options(allowance), []
+        for stays in sorted({option.moved for block in options for option in block}):
+            allowed = [[i for i, o in enumerate(block) if o.moved <= stays] for block in options]
+            some = [[b[i] for i in indices] for b, indices in zip(options, allowed, strict=True)]
+            choice = solve(some, self._room(allowance, stays))
+            if choice is not None:
+                choice = [indices[i] for indices, i in zip(allowed, choice, strict=True)]
+                plan = self._written(allowance, choice)
+                found.append((plan.needed_bytes if fewest else plan.recompute_s, choice))
+        return min(found)[1] if found else None
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
         """Bytes needed without recompute: the search counts shared storages as always held."""
         return self.saved_bytes + sum(allowance.resident.values())
 
-    def _room(self, allowance: Allowance) -> Room:
+    def _room(self, allowance: Allowance, stays: int) -> Room:
         found = self._found
-        shared = found.bytes_of(self._shared - found.outside)
-        return Room(
-            allowance.aim_bytes,
-            found.head_bytes + shared + sum(allowance.resident.values()),
-            found.tail_bytes,
-            peak=allowance.of != "saved",
-        )
+        head = found.head_bytes + found.bytes_of(self._shared - found.outside)
+        head += stays + sum(allowance.resident.values())
+        return Room(allowance.budget_bytes, head, found.tail_bytes)
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
         """The candidates of every block in numbers."""
-        forward_s = dict(zip(self._blocks, self._forward_s, strict=False))
         surveyed = [
-            [self._option(candidate, forward_s[number], allowance) for candidate in candidates]
-            for number, candidates in enumerate(self._surveyed)
+            [self._option(way, self._seconds[number], allowance) for way in ways]
+            for number, ways in enumerate(self._surveyed)
         ]
         return [surveyed[number] for number in self._blocks]
 
-    def _option(self, candidate: Candidate, forward_s: float, allowance: Allowance) -> Option:
-        held, full = self._own_bytes(candidate.held), self._own_bytes(candidate.full)
-        cost_s = self._rates.seconds(candidate.flops, candidate.moved_bytes)
-        moved = 0
-        if allowance.offload:
+    def _option(self, way: Candidate, forward_s: float, allowance: Allowance) -> Option:
+        cost_s, moved = self._rates.seconds(way.flops, way.moved_bytes), 0
+        if allowance.offload and way.save_ops is not None:
             sizes = self._found.trace.sizes
-            large = (s for s in candidate.kept if sizes[s] >= allowance.min_bytes)
-            moved = self._own_bytes(frozenset(large))
-            # the time by which copies outlast the computing beside them
-            copy_s = moved / self._rates.bus_bytes_per_s
-            out_s = max(0.0, copy_s - forward_s)
-            back_s = max(0.0, copy_s - 2 * forward_s - cost_s)  # backward: two products for one
-            cost_s += out_s + back_s
-            # inputs of the recomputes before it are coming back meanwhile
-            full += allowance.prefetch * moved
-        return Option(held - moved, full, cost_s, moved)
+            moved = self._own_bytes({s for s in way.held if sizes[s] >= allowance.min_bytes})
+        # the time by which copies outlast the computing beside them: backward takes two products
+        # for each of the forward
+        copy_s = moved / self._rates.bus_bytes_per_s
+        waits_s = max(0.0, copy_s - forward_s) + max(0.0, copy_s - 2 * forward_s - cost_s)
+        # inputs of the recomputes before it are coming back meanwhile
+        full = self._own_bytes(way.full) + allowance.prefetch * moved
+        return Option(self._own_bytes(way.held) - moved, full, cost_s + waits_s, moved)
 
-    def _own_bytes(self, storages: frozenset[Storage]) -> int:
-        return self._found.bytes_of(storages - self._shared - self._found.outside)
+    def _own_bytes(self, storages: Collection[Storage]) -> int:
+        return self._found.bytes_of(frozenset(storages) - self._shared - self._found.outside)
 
-    def _written(
-        self,
-        allowance: Allowance,
-        options: Sequence[Sequence[Option]],
-        choice: Sequence[int],
-        room: Room,
-    ) -> ActivationPlan:
-        found = self._found
-        blocks = [found.blocks[i] for i in self._blocks]
-        ways = [block[i] for block, i in zip(self._candidates, choice, strict=True)]
+    def _written(self, allowance: Allowance, choice: Sequence[int]) -> ActivationPlan:
+        found, options = self._found, self._options(allowance)
+        ways = [ways[i] for ways, i in zip(self._candidates, choice, strict=True)]
         chosen = [block[i] for block, i in zip(options, choice, strict=True)]
-        # in host memory; the last recompute's inputs stay on the device
-        away = [option.moved for option in chosen]
-        last = max((i for i, n in enumerate(away) if n), default=None)
-        if last is not None:
-            away[last] = 0
-        needed = need(options, choice, room) if any(choice) else self._untreated_bytes(allowance)
+        last = max((i for i, option in enumerate(chosen) if option.moved), default=-1)
+        needed = self._untreated_bytes(allowance)
+        if any(choice):
+            stays = chosen[last].moved if last >= 0 else 0
+            needed = need(options, choice, self._room(allowance, stays))
+        blocks = []
+        for i, (number, way, option) in enumerate(zip(self._blocks, ways, chosen, strict=True)):
+            away = option.moved if i != last else 0
+            name, held = found.blocks[number].name, option.held + option.moved - away
+            cost = way.flops, option.cost
+            blocks.append(BlockPlan(name, way.word, way.save_ops, held, away, *cost))
         common = self._shared.intersection(frozenset().union(*(way.held for way in ways)))
-        held = found.bytes_of(found.outside | common) + sum(o.held + o.moved for o in chosen)
         return ActivationPlan(
             allowance.of,
             allowance.budget_bytes,
             dict(allowance.resident),
-            tuple(
-                BlockPlan(
-                    block.name,
-                    way.word,
-                    way.units,
-                    option.held + option.moved - moved,
-                    moved,
-                    option.full,
-                    way.flops,
-                    option.cost,
-                )
-                for block, way, option, moved in zip(blocks, ways, chosen, away, strict=True)
-            ),
+            tuple(blocks),
             self.saved_bytes,
-            held - sum(away),
+            found.bytes_of(found.outside | common) + sum(b.held_bytes for b in blocks),
             needed,
-            self._flops,
-            sum(self._forward_s),
-            self._rates,
+            sum(self.forward_s),
             self._tokens,
         )
 
-    def too_small(self, allowance: Allowance) -> UnsupportedError:
-        """Make the error for a budget that nothing fits, with remedies."""
-
-        def fewest(changed: Allowance) -> int:
-            return least(self._options(changed), self._room(changed))[0]
-
-        def compare(nbytes: int) -> str:
-            fits = nbytes <= allowance.budget_bytes
-            return f"{_up(nbytes)} GiB, {'fits' if fits else 'is still too much'}"
-
-        now = fewest(allowance)
-        remedies = [f"write at least {_up(now)} GiB"]
-        if allowance.capacity_bytes and now > allowance.capacity_bytes:
-            remedies = []  # more than there is
-        if not allowance.offload:
-            moved = fewest(replace(allowance, offload=True))
-            if moved < now:
-                remedies.append(
-                    f'"offload": true keeps checkpointed inputs in host memory: {compare(moved)}'
-                )
-        for what, setting in allowance.optional.items():
-            if spared := allowance.resident.get(what):
-                remedies.append(
-                    f"without {what}, {_up(spared)} GiB ({setting}): {compare(now - spared)}"
-                )
-        fixed = sum(allowance.resident.values())
-        room, per = allowance.budget_bytes - fixed, now - fixed
-        if room > 0 and allowance.micro_batch > 1 and per > 0:
-            fits = allowance.micro_batch * room // per
-            if fits:
-                remedies.append(
-                    f"a micro-batch of {fits} instead of {allowance.micro_batch} (activations "
-                    "grow with it)"
-                )
-        if room > 0 and per > 0 and (share := 100 * room // per):
-            remedies.append(f"sequences of at most {share}% of this batch's {self._tokens} tokens")
+    def _too_small(self, allowance: Allowance) -> UnsupportedError:
+        """Make the error for a budget that nothing fits."""
+        needed = self.least(allowance).needed_bytes
+        remedies = [f"write at least {_up(needed)} GiB"]
+        offloaded = self.least(replace(allowance, offload=True)).needed_bytes
+        if offloaded < needed:
+            remedies.append(f'"offload": true needs {_up(offloaded)} GiB')
+        beside = sum(allowance.resident.values())
+        room = allowance.budget_bytes - beside
+        fits = allowance.micro_batch * room // (needed - beside)
+        if fits > 0:
+            was = allowance.micro_batch
+            remedies.append(f"a micro-batch of {fits} instead of {was} (activations grow with it)")
         words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
-        beside = f"; beside activations there are {fixed / GIB:.3f} GiB ({words})" if fixed else ""
         return UnsupportedError(
             Problem(
                 where=_WHERE,
                 found=f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}",
                 why=f"with everything recomputed that can be, this model and batch of "
-                f"{self._tokens} tokens need {_up(now)} GiB, where nothing recomputed saves "
-                f"{self.saved_bytes / GIB:.6g} GiB{beside}",
-                remedy="; or ".join(remedies or ["use more processes, or offload what is beside"]),
+                f"{self._tokens} tokens need {_up(needed)} GiB"
+                + (f", {beside / GIB:.3f} of them beside activations ({words})" if words else ""),
+                remedy="; or ".join(remedies),
             ),
             headline="no plan fits the memory budget",
         )

@@ -2,8 +2,8 @@
 
 An operator is bound by arithmetic or by memory (Williams, Waterman, Patterson: Roofline, 2009).
 Here products, convolutions and attention cores take `flops / flops_per_s`, every other operator
-`bytes read and written / bytes_per_s`. Both rates are measured on the device that trains, in a few
-milliseconds; only their ratio decides which plan is best. Launch times are left out.
+`bytes read and written / bytes_per_s`. Both rates are measured on the device that trains; only
+their ratio decides which plan is best. Launch times are left out.
 """
 
 from __future__ import annotations
@@ -32,27 +32,14 @@ _NO_KERNEL = {
     "aten::_local_scalar_dense",
     "aten::is_same_size",
 }
-
-
-def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """2 m k n over all rows together: each group's rows times its matrix."""
-    return 2 * a.numel() * b[-1]
-
-
-_MORE: dict[str, Any] = {
-    # torch's registry knows the attention cores of GPUs
-    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop(
-        q, k, v
-    ),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop(g, q, k, v)
-    ),
-    "aten._grouped_mm": _grouped_flops,
+_FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
+# formulas of shapes that torch's registry does not have; a grouped product multiplies each group's
+# rows by its matrix
+_MORE: dict[str, Callable[..., int]] = {
+    _FLASH_CPU: lambda q, k, v, *_, **__: sdpa_flop(q, k, v),
+    f"{_FLASH_CPU}_backward": lambda g, q, k, v, *_, **__: sdpa_backward_flop(g, q, k, v),
+    "aten._grouped_mm": lambda a, b, *_, **__: 2 * a.numel() * b[-1],
 }
-
-
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, Tensor) else value
 
 
 def flops_of(operator: Operator) -> int:
@@ -60,7 +47,7 @@ def flops_of(operator: Operator) -> int:
     packet, kwargs = operator.func.overloadpacket, operator.kwargs
     more = _MORE.get(str(packet))
     if more is not None:
-        return int(more(*map(_shape, operator.args), **kwargs))
+        return int(more(*(getattr(arg, "shape", arg) for arg in operator.args), **kwargs))
     formula = flop_registry.get(packet)
     return int(formula(*operator.args, **kwargs, out_val=operator.out)) if formula else 0
 
@@ -71,13 +58,9 @@ def moved_bytes(operator: Operator) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def launches(operator: Operator) -> bool:
-    """Return whether the operator computes: on an accelerator it starts a kernel."""
-    return _computes(operator.func)
-
-
 @functools.cache
-def _computes(func: Any) -> bool:
+def launches(func: Any) -> bool:
+    """Return whether an operator computes: on an accelerator it starts a kernel."""
     schema = func._schema
     if schema.name in _NO_KERNEL or schema.name.startswith(("prim::", "profiler::")):
         return False
@@ -114,11 +97,10 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     copy_s = _best_s(lambda: there.copy_(words), device)
     host = torch.empty(words.numel(), dtype=torch.float32, pin_memory=device.type == "cuda")
     bus_s = _best_s(lambda: host.copy_(words), device)
-    nbytes = words.numel() * words.element_size()
-    return Rates(2 * width**3 / product_s, 2 * nbytes / copy_s, nbytes / bus_s)
+    return Rates(2 * width**3 / product_s, 2 * words.nbytes / copy_s, words.nbytes / bus_s)
 
 
-def _best_s(work: Callable[[], object], device: torch.device) -> float:
+def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     module = torch.get_device_module(device.type)
     best = float("inf")
     for _ in range(_TRIES + 1):  # the first warms up, and is never the best

@@ -4,8 +4,8 @@ A fake tensor has no values, and models read some: a padding mask of ones decide
 runs, and so what autograd saves. Small integers and booleans keep theirs (`KnownValues`), and so do
 tensors that are computed from them and from constants alone.
 
-Two ways in: `fake_run` copies a model that there is, in any state of ZeRO's partitioning;
-`FakeModel` builds one that there is not. Random states stay as they are.
+`fake_run` copies an existing model, in any state of ZeRO's partitioning; `FakeModel` builds one.
+Random states stay as they are.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class KnownValues(TorchDispatchMode):
         """Return a fake tensor for a tensor, and remember the values of small integers."""
         if not isinstance(leaf, Tensor):
             return leaf
-        twin = faked(leaf, self.mode)
-        real = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta"
-        whole = not leaf.is_floating_point() and not leaf.is_complex()
-        if real and whole and _small(leaf):
-            self._known[twin] = leaf.detach().clone()  # a forward may write into it
-        return twin
+        copy = faked(leaf, self.mode)
+        is_integer = not leaf.is_floating_point() and not leaf.is_complex()
+        if _is_real(leaf) and is_integer and _is_small(leaf):
+            self._known[copy] = leaf.detach().clone()  # a forward may write into it
+        return copy
 
     def known(self, leaf: Any) -> Any:
         """Return the known values of a fake tensor; anything else as it is."""
@@ -101,13 +100,13 @@ class KnownValues(TorchDispatchMode):
         results = tensors_in(out)
         if known and self._wanted(func, tensors, results):
             real = tensors_in(self._really(func, args, kwargs))
-            for twin, value in zip(results, real, strict=True):
-                self._known[twin] = value
-        elif func._schema.is_mutable:  # what may have been written over, under whatever view
+            for result, value in zip(results, real, strict=True):
+                self._known[result] = value
+        elif func._schema.is_mutable:  # any view of the storage may have been written over
             storages = {t.untyped_storage()._cdata for t in tensors}
-            for twin in list(self._known.keys()):
-                if twin.untyped_storage()._cdata in storages:
-                    del self._known[twin]
+            for tensor in list(self._known.keys()):
+                if tensor.untyped_storage()._cdata in storages:
+                    del self._known[tensor]
         return out
 
     def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -115,15 +114,19 @@ class KnownValues(TorchDispatchMode):
             # one number that decides: whether LayerDrop leaves out a layer
             return not tensors and all(t.numel() == 1 for t in results)
         # memory that nobody has written has no values
-        return "empty" not in func._schema.name and all(_small(t) for t in results)
+        return "empty" not in func._schema.name and all(_is_small(t) for t in results)
 
     def _really(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unset_fake_temporarily():
             return func(*tree_map(self.known, args), **tree_map(self.known, kwargs))
 
 
-def _small(tensor: Tensor) -> bool:
+def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -156,27 +159,14 @@ def taken_for_real() -> AbstractContextManager[None]:
     return _patched(utils, "is_fake_tensor", lambda _: False)
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-_DROPPED = ("deepspeed", "ds_ckpt")
-
-
 def fake_copy(
     model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
     """Copy the modules over fake tensors.
 
     Under ZeRO-3 a parameter is an empty tensor with its full shape in `ds_shape`; the copy has that
-    shape, and nothing is gathered or allocated. Hooks of DeepSpeed and of ds_ckpt are left out, so
-    running the copy touches no engine. Other hooks run, as they may change what autograd saves
-    (PEFT's makes the embeddings' result require a gradient).
+    shape. Hooks of DeepSpeed and of ds_ckpt are left out. Other hooks run, as they may change what
+    autograd saves (PEFT's makes the embeddings' result require a gradient).
 
     Args:
         model: in any state of ZeRO's partitioning; not changed.
@@ -188,61 +178,50 @@ def fake_copy(
         UnsupportedError: the memory of a parameter does not follow from its shape.
     """
     tensors = {id(p): _fake_parameter(n, p, mode, device) for n, p in model.named_parameters()}
-    twins = {id(m): type(m).__new__(type(m)) for m in model.modules()}
+    modules = {id(m): type(m).__new__(type(m)) for m in model.modules()}
 
-    def twin_of(value: Any) -> Any:
-        """A fake tensor, the copy of a module, or a new container."""
+    def copied(value: Any) -> Any:
+        """Return a fake tensor, the copy of a module, or a new container."""
         kind = type(value)
         if isinstance(value, nn.Module):
-            return twins.get(id(value), value)
+            return modules.get(id(value), value)
         if isinstance(value, Tensor):
             if id(value) not in tensors and not isinstance(value, nn.Parameter):
                 tensors[id(value)] = faked(value, mode)
             return tensors.get(id(value), value)
         if kind in (list, tuple, set):
-            return kind(map(twin_of, value))
+            return kind(map(copied, value))
         if kind in (dict, OrderedDict):
-            return kind((k, twin_of(v)) for k, v in value.items())
-        if isinstance(value, types.MethodType) and id(value.__self__) in twins:
-            return types.MethodType(value.__func__, twins[id(value.__self__)])
+            return kind((k, copied(v)) for k, v in value.items())
+        if isinstance(value, types.MethodType) and id(value.__self__) in modules:
+            return types.MethodType(value.__func__, modules[id(value.__self__)])
         return value
 
     for module in model.modules():
-        own = vars(twins[id(module)])
+        own = vars(modules[id(module)])
         for key, value in vars(module).items():
-            if key in _HOOKS:
+            if key.endswith(("_hooks", "_hooks_with_kwargs", "_always_called")):
                 own[key] = OrderedDict((k, h) for k, h in value.items() if not _is_dropped(h))
             elif key in ("_parameters", "_buffers", "_modules"):  # ZeRO-3 has a class of its own
-                own[key] = {k: twin_of(v) for k, v in value.items()}
+                own[key] = {k: copied(v) for k, v in value.items()}
             elif key != "_compiled_call_impl":  # would run the original
-                own[key] = twin_of(value)
-    return twins[id(model)]
+                own[key] = copied(value)
+    return modules[id(model)]
 
 
 def _fake_parameter(
     name: str, parameter: nn.Parameter, mode: FakeTensorMode, device: torch.device | None
 ) -> Tensor:
-    plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
-    if not plain or parameter.layout != torch.strided:
-        raise UnsupportedError(
-            Problem(
-                where=name,
-                found=f"a {type(parameter).__name__} ({parameter.layout})",
-                why="the model is measured with tensors without memory, and this kind of weight "
-                "cannot be made so",
-                remedy='set "policy" to "block", "selective" or another that measures nothing',
-            )
-        )
-    device = device or home_of(parameter)
+    is_plain = type(parameter).__name__ == "Parameter" or isinstance(parameter, FakeTensor)
+    if not is_plain or parameter.layout != torch.strided:
+        kind = f"a {type(parameter).__name__} ({parameter.layout})"
+        why = "the model is measured with tensors without memory, and this weight cannot be one"
+        remedy = 'set "policy" to "block", "selective" or another that measures nothing'
+        raise UnsupportedError(Problem(name, kind, why, remedy))
     shape = getattr(parameter, "ds_shape", None)
-    with mode:
-        if shape is not None:
-            data = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
-        else:
-            data = torch.empty_strided(
-                parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
-            )
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    like = parameter if shape is None else torch.empty(shape, dtype=parameter.dtype, device="meta")
+    data = faked(like.detach(), mode, device or home_of(parameter))
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def home_of(tensor: Tensor) -> torch.device:
@@ -250,23 +229,26 @@ def home_of(tensor: Tensor) -> torch.device:
     return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
-def faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
     """Make a leaf of the mode like `tensor`, which may be real, meta, or of another mode."""
-    if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+    if _is_real(tensor) and device is None:
         twin: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
     else:
         with mode:
             twin = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home_of(tensor)
+                tensor.size(),
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device=device or home_of(tensor),
             )
     return twin.requires_grad_(tensor.requires_grad)
 
 
-def _is_dropped(hook: Callable[..., Any] | bool) -> bool:
+def _is_dropped(hook: Any) -> bool:
     while hasattr(hook, "func"):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] in _DROPPED
+    return home.split(".")[0] in ("deepspeed", "ds_ckpt")
 
 
 @contextmanager
@@ -275,16 +257,14 @@ def fake_run(
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """Copy the model and its arguments; inside, every operator is fake."""
     values = KnownValues()
-    twin = fake_copy(model, values.mode, device)
+    copy = fake_copy(model, values.mode, device)
     fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
     state = random.getstate()
-    kinds = {p.device.type for p in twin.parameters()} - {"cpu", "meta"}
+    on_cuda = any(p.device.type == "cuda" for p in copy.parameters())
+    devices = list(range(torch.cuda.device_count())) if on_cuda else []
     try:
-        with torch.random.fork_rng(
-            devices=list(range(torch.cuda.device_count())) if "cuda" in kinds else []
-        ):
-            with values, taken_for_real(), torch.enable_grad():
-                yield twin, fake_args, fake_kwargs
+        with torch.random.fork_rng(devices), values, taken_for_real(), torch.enable_grad():
+            yield copy, fake_args, fake_kwargs
     finally:
         random.setstate(state)
 
@@ -308,7 +288,7 @@ class FakeModel:
         values = KnownValues()
         # torch's truncated normal reads its bounds from tensors
         unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-        with _profile_refused(name), taken_for_real(), unasked, values:
+        with unknown_values_refused(name), taken_for_real(), unasked, values:
             model, batch = make()
         return cls(name, model, batch, values)
 
@@ -325,21 +305,13 @@ class FakeModel:
         """
         # torch logs what operators raise; the error repeats it
         quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        with _profile_refused(self.name), quiet, taken_for_real(), self.values:
+        with unknown_values_refused(self.name), quiet, taken_for_real(), self.values:
             yield
 
 
 @contextmanager
-def unknown_values_refused(
-    where: Callable[[], str], remedy: str, headline: str | None = None
-) -> Iterator[None]:
-    """Turn torch's errors on fake tensors into one with a remedy.
-
-    Args:
-        where: called at the error, for the code that was running.
-        remedy: for the user.
-        headline: of the error.
-    """
+def unknown_values_refused(where: str) -> Iterator[None]:
+    """Turn torch's errors on fake tensors into one with a remedy."""
     try:
         yield
     except (
@@ -347,22 +319,13 @@ def unknown_values_refused(
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     ) as error:
-        asked = getattr(error, "func", None) or error
         raise UnsupportedError(
             Problem(
-                where=where(),
-                found=f"{asked}, which needs the value of a tensor",
-                why="saved activations are measured with fake tensors, which have shapes and no "
-                "values, and this forward depends on values: fake tensors hold none",
-                remedy=remedy,
+                where=where,
+                found=f"{getattr(error, 'func', None) or error}, which needs the value of a tensor",
+                why="the model is measured with fake tensors, which have shapes and no values",
+                remedy="replace the code that reads the value (.item(), nonzero, an if on a "
+                'tensor), or set "policy" to "block", "selective" or another that measures nothing',
             ),
-            headline=headline,
+            headline="the model cannot be measured",
         ) from error
-
-
-def _profile_refused(name: str) -> AbstractContextManager[None]:
-    return unknown_values_refused(
-        lambda: name,
-        "replace the code that reads the value (.item(), nonzero, an if on a tensor)",
-        "the model cannot be profiled by fake tensors",
-    )

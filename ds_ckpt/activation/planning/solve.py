@@ -1,21 +1,17 @@
 """Choice of an option for each block, so that all fits and the least is recomputed. Pure numbers.
 
-Backward frees blocks in the reverse of the order in which they ran. When it is at block i, what the
-blocks before i hold is there, and what block i needs for its own backward (its saved tensors, made
-again or not). With `held` and `full` of the chosen options that needs
+Backward frees blocks in the reverse of the order in which they ran. When it is at block i, it needs
+what the blocks before i hold, and what block i needs for its own backward (its saved tensors, made
+again or not). With `held` and `full` of the chosen options that is
 
     need_i = max(full_i, held_i + need_{i+1}),   need_n = tail,   head + need_0 <= budget
 
-where head is saved outside of blocks before the last one has ended and tail afterwards. Without
-`peak` it is the sum alone: need_i = held_i + need_{i+1}, what waits between forward and backward.
-Of what offload moves away, the last block to move something keeps its own: its held_i is more by
-that.
+where head is saved outside of blocks before the last one has ended and tail afterwards.
 
 need_i grows with need_{i+1}, so of two ways to treat the blocks from i on, one that needs no less
-and costs no less is never better: only the Pareto front has to be carried from the last block to
-the first, one for the ways that move something and one for those that do not yet. That is exact
-while a front has at most `limit` points. Beyond it, of points that need nearly the same (within 1
-in `limit` of the front's range) the cheapest stays.
+and costs no less is never better: only the Pareto front is carried from the last block to the
+first. That is exact while a front has at most `limit` points. Beyond it, of points that need nearly
+the same (within 1 in `limit` of the front's range) the cheapest stays.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ import numpy.typing as npt
 LIMIT = 4096
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
-_Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -37,10 +32,10 @@ class Option:
     """An option for a block.
 
     Attributes:
-        held: bytes that wait for backward on the device, without `moved`.
-        full: bytes at once during the block's backward; at least `held` + `moved`.
+        held: bytes that wait for backward on the device.
+        full: bytes at once during the block's backward; at least `held`.
         cost: of recomputing, in any unit.
-        moved: bytes that wait elsewhere if a later block moves something too, else on the device.
+        moved: bytes that wait in host memory; the caller counts them.
     """
 
     held: int
@@ -51,46 +46,33 @@ class Option:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a choice must fit into.
-
-    Attributes:
-        head: bytes that are held whatever is chosen, like `tail`.
-        peak: count what a recompute makes again, not only what waits for it.
-    """
+    """Memory that a choice must fit into; `head` and `tail` are held whatever is chosen."""
 
     budget: int
     head: int = 0
     tail: int = 0
-    peak: bool = True
 
 
 def need(blocks: Sequence[Sequence[Option]], choice: Sequence[int], room: Room) -> int:
     """Return the bytes that a choice needs."""
-    total, moving = room.tail, False
+    total = room.tail
     for options, index in zip(reversed(blocks), reversed(choice), strict=True):
-        total, moving = _before(options[index], total, moving, room)
+        total = _before(options[index], total)
     return room.head + total
 
 
-def _before(option: Option, total: int, moving: bool, room: Room) -> tuple[int, bool]:
-    """Bytes needed from a block on, and whether anything is moved, from the same behind it."""
-    total += option.held + (0 if moving else option.moved)
-    return max(option.full, total) if room.peak else total, moving or option.moved > 0
+def _before(option: Option, total: int) -> int:
+    """Return the bytes needed from a block on, from the same behind it."""
+    return max(option.full, option.held + total)
 
 
 def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int]]:
     """Return the fewest bytes that any choice needs, and the choice."""
-    ways: dict[bool, tuple[int, float, list[int]]] = {False: (room.tail, 0.0, [])}
+    total, choice = room.tail, list[int]()
     for options in reversed(blocks):
-        found: dict[bool, tuple[int, float, list[int]]] = {}
-        for moving, (total, cost, choice) in ways.items():
-            for index, option in enumerate(options):
-                needed, moves = _before(option, total, moving, room)
-                way = (needed, cost + option.cost, [*choice, index])
-                if moves not in found or way[:2] < found[moves][:2]:
-                    found[moves] = way
-        ways = found
-    total, _, choice = min(ways.values(), key=lambda way: way[:2])
+        found = [(_before(option, total), option.cost, i) for i, option in enumerate(options)]
+        total, _, index = min(found)
+        choice.append(index)
     return room.head + total, choice[::-1]
 
 
@@ -107,27 +89,19 @@ def search(
     floor = np.cumsum([0, *(min(o.held for o in options) for options in blocks)])
     needs: _Ints = np.array([room.tail], dtype=np.int64)
     costs: _Floats = np.zeros(1)
-    moving: _Bools = np.zeros(1, dtype=bool)
     back: list[tuple[_Ints, _Ints]] = []
     for number in range(len(blocks) - 1, -1, -1):
         options = blocks[number]
         held = np.array([o.held for o in options], dtype=np.int64)
-        moved = np.array([o.moved for o in options], dtype=np.int64)
-        total = held[:, None] + needs[None, :] + np.where(moving[None, :], 0, moved[:, None])
-        if room.peak:
-            full = np.array([o.full for o in options], dtype=np.int64)
-            total = np.maximum(total, full[:, None])
-        cost = np.array([o.cost for o in options])[:, None] + costs[None, :]
-        chosen, parent = np.divmod(np.arange(total.size), len(needs))
-        flat, price = total.ravel(), cost.ravel()
-        moves = ((moved[:, None] > 0) | moving[None, :]).ravel()
-        fits = np.flatnonzero(flat + int(floor[number]) + room.head <= room.budget)
+        full = np.array([o.full for o in options], dtype=np.int64)
+        total = np.maximum(full[:, None], held[:, None] + needs[None, :]).ravel()
+        cost = (np.array([o.cost for o in options])[:, None] + costs[None, :]).ravel()
+        fits = np.flatnonzero(total + int(floor[number]) + room.head <= room.budget)
         if not len(fits):
             return None
-        kinds = [kind for kind in (fits[~moves[fits]], fits[moves[fits]]) if len(kind)]
-        front = np.concatenate([kind[_front(flat[kind], price[kind], limit)] for kind in kinds])
-        needs, costs, moving = flat[front], price[front], moves[front]
-        back.append((chosen[front], parent[front]))
+        front = fits[_front(total[fits], cost[fits], limit)]
+        back.append((front // len(needs), front % len(needs)))
+        needs, costs = total[front], cost[front]
     choice, at = [], int(np.argmin(costs))
     for chosen, parent in reversed(back):
         choice.append(int(chosen[at]))
@@ -136,19 +110,14 @@ def search(
 
 
 def _front(needs: _Ints, costs: _Floats, limit: int) -> _Ints:
-    """Indices of the points that no other beats, by rising need and falling cost."""
+    """Return indices of the points that no other beats, by rising need and falling cost."""
     order = np.lexsort((costs, needs))
-    sorted_costs = costs[order]
-    best = np.minimum.accumulate(sorted_costs)
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = sorted_costs[1:] < best[:-1]
-    front = order[first]
+    best = np.minimum.accumulate(costs[order])
+    front = order[np.flatnonzero(np.diff(best, prepend=np.inf) < 0)]
     if len(front) <= limit:
         return front
     values = needs[front]
     width = max(1, int(values[-1] - values[0]) // limit)
     bins = (values - values[0]) // width
-    last = np.ones(len(front), dtype=bool)
-    last[:-1] = bins[1:] != bins[:-1]  # the cheapest of each bin
-    last[0] = True
-    return front[last]
+    last = np.flatnonzero(np.diff(bins, append=bins[-1] + 1))  # the cheapest of each bin
+    return front[np.union1d(0, last)]

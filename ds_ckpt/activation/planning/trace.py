@@ -1,17 +1,16 @@
 """Traces of a model: a forward without memory by block, and a whole step on tensors of any kind.
 
 A survey is one forward of a fake copy (`fake.py`) with the shapes of a real batch, under the memory
-tracker. The same modules run, autograd saves what it would save, and storages are counted as
-`SavedActivations` counts them. Not seen: a loss that is computed outside of the model's forward,
-and memory that kernels use inside.
+tracker. Not seen: a loss that is computed outside of the model's forward, and memory that kernels
+use inside.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from ds_ckpt.activation.blocks import (
     Block,
-    Part,
     attention_parts,
     find_blocks,
     gates,
@@ -29,12 +27,7 @@ from ds_ckpt.activation.blocks import (
 )
 from ds_ckpt.activation.checkpoint import Arguments
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
-from ds_ckpt.activation.planning.costs import (
-    Rates,
-    flops_of,
-    launches,
-    moved_bytes,
-)
+from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
 from ds_ckpt.activation.planning.fake import fake_run, unknown_values_refused
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
@@ -79,16 +72,14 @@ class Call:
     """A call of a module.
 
     Attributes:
-        arguments: storages of the tensors that checkpointing the call would keep, in order.
+        arguments: storages of the tensors that checkpointing the call would keep.
         operators: first, and one behind the last; likewise `saves`.
-        results: storages of its tensors.
     """
 
     module: str
-    arguments: list[Storage]
+    arguments: set[Storage]
     operators: tuple[int, int]
     saves: tuple[int, int]
-    results: list[Storage]
 
 
 class Trace:
@@ -114,7 +105,6 @@ class Trace:
         self.calls: list[Call] = []
         self.sizes = self.tracker.storages.bytes
         self._open: list[int] = [0]
-        self._stopped = 0
         self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
         for number, (name, part) in enumerate(module.named_modules()):
             self.names.append(name)
@@ -122,13 +112,8 @@ class Trace:
                 part.forward = self._wrapped(number, part.forward, name in watched)
 
     @property
-    def running(self) -> str:
-        """Name the innermost module in which the forward is, or where it stopped."""
-        return self.names[self._stopped or self._open[-1]]
-
-    @property
-    def held(self) -> Collection[Storage]:
-        """Storages of `saves` that lived when the forward had ended, without weights."""
+    def held(self) -> dict[Storage, int]:
+        """Bytes of the storages that autograd held when the forward had ended, without weights."""
         return self.tracker.saved.held
 
     def within(self, call: Call) -> list[TracedOperator]:
@@ -139,10 +124,9 @@ class Trace:
         number = self.tracker.storages.number(tensor)
         return NO_STORAGE if number is None else number
 
-    def _storages(self, value: Any) -> list[Storage]:
-        """Storages of all tensors in a structure, in order, without weights."""
-        found = (self._storage(t) for t in tensors_in(value))
-        return [s for s in found if s not in self.weights and s != NO_STORAGE]
+    def storages(self, numbers: Iterable[Storage]) -> set[Storage]:
+        """Return the storages that are neither weights nor missing."""
+        return set(numbers) - self.weights - {NO_STORAGE}
 
     def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
         if not isinstance(tensor, nn.Parameter):
@@ -176,20 +160,15 @@ class Trace:
             self._open.append(number)
             if watched:
                 given, named = without_empty_caches(self.names[number], args, kwargs)
-                arguments = self._storages(Arguments(forward, given, named).tensors)
+                tensors = Arguments(forward, given, named).tensors
+                arguments = self.storages(map(self._storage, tensors))
             first, saves = len(self.operators), len(self.saves)
-            try:
-                result = forward(*args, **kwargs)
-            except BaseException:
-                self._stopped = self._stopped or number
-                raise
-            finally:
-                self._open.pop()
+            result = forward(*args, **kwargs)
+            self._open.pop()
             if watched:
                 operators = (first, len(self.operators))
-                ends = (saves, len(self.saves))
-                results = self._storages(result)
-                self.calls.append(Call(self.names[number], arguments, operators, ends, results))
+                name, ends = self.names[number], (saves, len(self.saves))
+                self.calls.append(Call(name, arguments, operators, ends))
             return result
 
         return traced
@@ -200,15 +179,14 @@ class SurveyedBlock:
     """A block without checkpointing.
 
     Attributes:
-        attention: names of modules, like `gates`.
-        mlps: each a chain of modules.
+        attention: names of its attention modules.
+        gates: names of its MLPs' first products.
         calls: in order.
         saved_bytes: of storages that autograd saves first inside of it.
     """
 
     name: str
     attention: tuple[str, ...]
-    mlps: tuple[tuple[str, ...], ...]
     gates: tuple[str, ...]
     calls: list[Call] = field(default_factory=list)
     saved_bytes: int = 0
@@ -216,24 +194,13 @@ class SurveyedBlock:
     @classmethod
     def of(cls, block: Block) -> SurveyedBlock:
         """Find its parts."""
-
-        def names(parts: Sequence[Part]) -> tuple[str, ...]:
-            return tuple(name for name, _ in parts)
-
-        chains = mlp_parts(block.name, block.module)
-        found = {id(m) for m in gates(chains)}
+        gated = {id(m) for m in gates(mlp_parts(block.name, block.module))}
         inside = block.module.named_modules(prefix=block.name)
         return cls(
             block.name,
-            names(attention_parts(block.name, block.module)),
-            tuple(map(names, chains)),
-            tuple(n for n, m in inside if id(m) in found),
+            tuple(name for name, _ in attention_parts(block.name, block.module)),
+            tuple(name for name, module in inside if id(module) in gated),
         )
-
-    @property
-    def watched(self) -> set[str]:
-        """Modules whose calls a candidate may recompute."""
-        return {self.name, *self.attention, *(name for chain in self.mlps for name in chain)}
 
 
 class Survey:
@@ -246,7 +213,6 @@ class Survey:
         saved_bytes: as `SavedActivations` measures without checkpointing.
         head_bytes: saved outside of blocks before the last block has ended.
         tail_bytes: saved outside of blocks afterwards (final norm, head, loss).
-        flops: of the forward.
         outside: storages that are saved outside of blocks.
         block_of: by operator, the index of its block; -1 outside of blocks.
     """
@@ -254,47 +220,37 @@ class Survey:
     def __init__(self, blocks: Sequence[SurveyedBlock], trace: Trace) -> None:
         self.trace = trace
         for block in blocks:
-            block.calls = self.calls_of(block.name)
+            block.calls = [call for call in trace.calls if call.module == block.name]
         self.blocks = sorted((b for b in blocks if b.calls), key=lambda b: b.calls[0].operators)
-        self.flops = sum(operator.flops for operator in trace.operators)
         self.block_of, of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
         for index, block in enumerate(self.blocks):
             for call in block.calls:
-                for labels, (first, end) in (
+                for numbers, (first, end) in (
                     (self.block_of, call.operators),
                     (of_save, call.saves),
                 ):
-                    labels[first:end] = [index] * (end - first)
-        last_save = max((c.saves[1] for block in self.blocks for c in block.calls), default=0)
-        self.saved_bytes = self.head_bytes = self.tail_bytes = 0
-        seen, outside, of_block = set[Storage](), set[Storage](), set[Storage]()
+                    numbers[first:end] = [index] * (end - first)
+        last_save = max((n for n, index in enumerate(of_save) if index >= 0), default=-1)
+        self.head_bytes = self.tail_bytes = 0
+        outside, of_block = set[Storage](), set[Storage]()
         for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
             if storage not in trace.held:
                 continue
-            if index == -1:
-                outside.add(storage)
-            if storage in seen:
-                continue
-            seen.add(storage)
-            size = trace.sizes[storage]
-            self.saved_bytes += size
-            if index >= 0:
-                self.blocks[index].saved_bytes += size
-                of_block.add(storage)
-            elif number < last_save:
-                self.head_bytes += size
-            else:
-                self.tail_bytes += size
+            is_new = not (storage in outside or storage in of_block)
+            (outside if index == -1 else of_block).add(storage)
+            if is_new and index >= 0:
+                self.blocks[index].saved_bytes += trace.sizes[storage]
+            elif is_new and number > last_save:
+                self.tail_bytes += trace.sizes[storage]
+            elif is_new:
+                self.head_bytes += trace.sizes[storage]
+        self.saved_bytes = self.bytes_of(outside | of_block)
         self.head_bytes += self.bytes_of(outside & of_block)
         self.outside = frozenset(outside)
 
     def bytes_of(self, storages: Iterable[Storage]) -> int:
         """Add up the sizes of storages."""
         return sum(self.trace.sizes[s] for s in storages)
-
-    def calls_of(self, name: str) -> list[Call]:
-        """List the calls of a module, in order."""
-        return [call for call in self.trace.calls if call.module == name]
 
     def forward_s(self, rates: Rates) -> list[float]:
         """Return seconds by block; the last entry is what runs outside of blocks."""
@@ -329,24 +285,15 @@ def survey(
     found = find_blocks(model, modules)
     outermost = [b for b in found if not any(b.name.startswith(f"{o.name}.") for o in found)]
     blocks = [SurveyedBlock.of(block) for block in outermost]
-    watched = frozenset[str]().union(*(block.watched for block in blocks))
     with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
         # with the hook in place, as in training: transformers then leaves out its cache
         plainly = CheckpointedBlocks(twin, units=[])
-        trace = Trace(twin, watched)
-        with not_plannable(lambda: trace.running), trace.tracker.saved, trace.tracker:
-            result = twin(*fake_args, **fake_kwargs)
+        trace = Trace(twin, frozenset(block.name for block in blocks))
+        with unknown_values_refused("the forward"):
+            with trace.tracker.saved, trace.tracker:
+                result = twin(*fake_args, **fake_kwargs)
         del plainly, result
     return Survey(blocks, trace)
-
-
-def not_plannable(running: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
-    """Refuse a forward that reads values, and name the module that does."""
-    return unknown_values_refused(
-        lambda: f"the forward of {running() or 'the model'}",
-        'set "policy" to "block", "selective" or another that measures nothing, or '
-        "replace the code that reads the value (.item(), nonzero, an if on a tensor)",
-    )
 
 
 @dataclass(frozen=True)
@@ -409,11 +356,9 @@ class StepTrace(MemoryTracker):
     def run(self, forward: Callable[[], Any], units: Sequence[Unit] | None) -> StepTrace:
         """Run forward and backward, on tensors of any kind, and count what is alive at once.
 
-        The real checkpointing is on the model, so recompute, early stop and kept operators are
-        those of training. Counted are storages that live: what autograd saves, gradients that flow,
-        temporaries, and the gradient of the weight that is being computed (each is dropped when it
-        is there, as ZeRO reduces it away). Not counted: weights, what kernels use inside, and
-        fragmentation.
+        The real checkpointing is on the model. Counted are activations, their gradients,
+        temporaries, and the gradient of one weight at a time. Not counted: weights, memory that
+        kernels use inside, and fragmentation.
 
         Args:
             forward: runs the model's forward. Backward begins at the result's `loss`, else at every
@@ -438,7 +383,7 @@ class StepTrace(MemoryTracker):
         return self
 
     def _ran(self, operator: Operator) -> None:
-        if not launches(operator):
+        if not launches(operator.func):
             return
         self.work[self.where.place] += Work(1, flops_of(operator), moved_bytes(operator))
 
@@ -497,7 +442,7 @@ def simulate(
             return Block(block.name, parts[block.name])
 
         put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
-        with not_plannable():
+        with unknown_values_refused("the forward"):
             return StepTrace(twin).run(lambda: twin(*fake_args, **fake_kwargs), put)
 
 
