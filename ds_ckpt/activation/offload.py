@@ -292,7 +292,7 @@ class InputStore:
         """Start a call of block `label`."""
         if torch._C._current_graph_task_id() == -1:
             self.end_backward()  # the last one may have raised an error
-        # each gather of ZeRO-3 gives a parameter another storage
+        # valid for the arguments of this call: later gathers of ZeRO-3 give other storages
         owned = (p for p in self._owned if p.layout == torch.strided)
         self._owned_storages = {p.untyped_storage()._cdata for p in owned}
         self._number += 1
@@ -342,6 +342,7 @@ class InputStore:
 
     def started(self, call: BlockCall) -> None:
         """Start to move the tensors of the call before `call`, which has saved its arguments."""
+        self._owned_storages.clear()
         earlier = self.last
         if self._offload and earlier is not None and earlier is not call:
             for kept in earlier.storages:

@@ -71,7 +71,7 @@ def test_two_blocks_multiplied_are_the_model(demo: Model, monkeypatch: pytest.Mo
         one, other = few.all_alike(word, ACTIVATIONS), all_.all_alike(word, ACTIVATIONS)
         assert (one.held_bytes, one.needed_bytes) == (other.held_bytes, other.needed_bytes)
         assert one.recompute_flops == other.recompute_flops
-        assert (one.none_bytes, one.forward_flops) == (other.none_bytes, other.forward_flops)
+        assert one.none_bytes == other.none_bytes
 
 
 def test_common_models_have_the_parameters_that_are_on_record() -> None:
