@@ -23,18 +23,11 @@ from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 _PATH = "$.ds_ckpt.activation.modules"
 _ATTENTION = re.compile(r"Attention|Attn|SelfAtt", re.I)
-_PROJECTIONS = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"query", "key", "value"},
-    {"q", "k", "v"},
-    {"to_q", "to_k", "to_v"},
-    {"q_lin", "k_lin", "v_lin"},
-    {"query_key_value"},
-    {"qkv_proj"},
-    {"qkv"},
-    {"c_attn"},
-    {"Wqkv"},
-)
+_PROJECTIONS = [
+    set(names.split())
+    for names in ("q_proj k_proj v_proj", "query key value", "q k v", "to_q to_k to_v")
+    + ("q_lin k_lin v_lin", "query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
+]
 _MLP = re.compile(r"MLP|Mlp|FFN|FF$|FeedForward|SparseMoe|Mo[eE](Block|Layer)?$|Experts$")
 _NORM = re.compile(r"Norm", re.I)
 _MLP_NAMES = {"mlp", "ffn", "feed_forward", "block_sparse_moe", "experts"}
@@ -94,16 +87,13 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
     if unused:
         classes = repeated_classes(model) or sorted({type(m).__name__ for m in model.modules()})
         raise ConfigError(
-            [
-                Problem(
-                    where=_PATH,
-                    found=f'"{pattern}"',
-                    why="no module with a forward has this class name or matches this pattern "
-                    "(of a list of blocks name the items: layers.*)",
-                    remedy=f"classes of this model: {', '.join(classes[:20])}",
-                )
-                for pattern in sorted(unused)
-            ]
+            Problem(
+                where=_PATH,
+                found=", ".join(f'"{pattern}"' for pattern in sorted(unused)),
+                why="no module with a forward has this class name or matches this pattern "
+                "(of a list of blocks name the items: layers.*)",
+                remedy=f"classes of this model: {', '.join(classes[:20])}",
+            )
         )
     return found
 
@@ -117,8 +107,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
             layers.
 
     Raises:
-        ConfigError: a pattern matches nothing, or there is no pattern and nothing with Hugging
-            Face's hook.
+        ConfigError: a pattern matches nothing, or there is no pattern and no declared layer.
         UnsupportedError: the model says that it must not be checkpointed.
     """
     if patterns is not None:

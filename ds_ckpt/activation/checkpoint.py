@@ -19,7 +19,6 @@ The contexts that torch enters around the forward and around the recomputation a
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -78,21 +77,6 @@ class Arguments:
         leaves = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
-
-    def release(self) -> tuple[list[Tensor], list[Any]]:
-        """Return tensors and others, and reference them no longer."""
-        taken, self.tensors, self.others = (self.tensors, self.others), [], []
-        return taken
-
-
-def opened(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the same call without any `functools.partial` around the function."""
-    while isinstance(function, functools.partial):
-        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
-        function = function.func
-    return function, args, kwargs
 
 
 @dataclass
@@ -164,7 +148,7 @@ class _Comparison:
         self._versions: list[int] = []
         self._fingerprints = FingerprintCache()
         self._differing: list[Tensor] = []
-        """For each compared tensor: do fingerprints differ. Read once, at the end."""
+        """Number of each compared tensor, 0 if fingerprints are equal; read once, at the end."""
         self._difference: Problem | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -201,13 +185,13 @@ class _Comparison:
             self.differs(f"it saves {count} tensors, the forward saved {expected}")
         if self._differing:
             numbers = torch.stack([n.to(self._differing[0].device) for n in self._differing])
-            if (number := int(numbers.max())) > 0:
+            if bool(numbers.any()):
+                number = int(numbers[numbers > 0].min())
                 kind = in_words(*self._saved[number - 1][:2])
                 self.differs(f"saved tensor {number} ({kind}) has other values")
-        for index, (value, version) in enumerate(zip(self.values, self._versions, strict=True)):
+        for number, (value, version) in enumerate(zip(self.values, self._versions, strict=True), 1):
             if value._version != version:
-                kind = in_words(value.shape, value.dtype)
-                self.differs(f"it changes saved tensor {index + 1} ({kind}) in place")
+                self.differs(f"it changes saved tensor {number} in place")
 
     def differs(self, what: str) -> NoReturn:
         """Raise the first difference between forward and recomputation."""
@@ -217,8 +201,8 @@ class _Comparison:
             why="backward needs the forward's values, and this block does not repeat them: "
             "its gradients would be wrong",
             remedy="remove what differs from run to run (state kept between calls, random "
-            "numbers from outside torch, operators that are not deterministic), have a context "
-            "around the forward (sdpa_kernel) around the backward, too, or leave the block out: "
+            "numbers from outside torch, operators that are not deterministic), enter contexts "
+            "of the forward (sdpa_kernel) around the backward, too, or leave the block out: "
             f'"rules": [{{"match": "{self._block}", "policy": "none"}}]',
         )
         self._difference = self._difference or problem
@@ -270,18 +254,19 @@ class Call:
         before: Call | None,
         last: bool,
     ) -> Any:
-        """Return the result of the checkpointed call.
+        """Return the result of `function(*args, **kwargs)`, checkpointed.
 
         Args:
             function: forward of the block.
-            args: positional arguments.
-            kwargs: keyword arguments.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
             before: call whose outputs may be inputs of this one.
             last: no call follows that may be linked to this one.
         """
         target, self._last = self._target, last
         self._arguments, self._own = Arguments(function, args, kwargs), (args, kwargs)
-        tensors, others = self._arguments.release()
+        tensors, others = self._arguments.tensors, self._arguments.others
+        self._arguments.tensors = self._arguments.others = []
         # tensors from inference mode count no versions and cannot be saved, copies can
         tensors = [t.clone() if t.is_inference() else t for t in tensors]
         versions = [t._version for t in tensors]
@@ -345,8 +330,6 @@ class Call:
             outcome: list[Any] = []
             target.replaying = lambda: outcome.append(function(*args, **kwargs)) or outcome[0]  # type: ignore[func-returns-value]
             target.module(*args, **kwargs)
-            if not outcome:
-                raise self._is_removed()
             result = outcome[0]
         else:
             result = function(*args, **kwargs)
@@ -453,10 +436,15 @@ class Call:
                 target.name,
                 "a backward through a forward that has not ended, or ended with an exception",
                 "the recomputation needs a forward that has returned",
-                f"ask for gradients behind the block, return instead of raising, {LEAVE_OUT}",
+                f"compute gradients behind the block, {LEAVE_OUT}",
             )
         if self._context.removed:
-            raise self._is_removed()
+            raise refusal(
+                target.name,
+                "checkpointing that was removed after the block's forward",
+                "the recomputation would find a module that runs otherwise than in its forward",
+                "change checkpointing only when no backward is outstanding",
+            )
         comparison = _Comparison(target.name, self._saved, runs_on=self._is_followed)
         with ExitStack() as stack:
             for scope in self._context.recompute:
@@ -487,14 +475,6 @@ class Call:
             comparison.differs(f"it changes {changed[0]}, which is not restored")
         self._values[_running_backward()] = dict(enumerate(comparison.values))
         torch_pack(torch.empty(0, device="cpu"))
-
-    def _is_removed(self) -> Exception:
-        return refusal(
-            self._target.name,
-            "checkpointing that was removed or switched off after the block's forward",
-            "the recomputation would find a module that runs otherwise than in its forward",
-            "change checkpointing only when no backward is outstanding",
-        )
 
 
 def _partitioned(module: nn.Module) -> bool:

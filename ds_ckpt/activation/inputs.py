@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, OffloadedRef, copies_for
 from ds_ckpt.activation.partition import Group, Partition, ShardedRef
 from ds_ckpt.activation.policies import PLANNED, Unit
-from ds_ckpt.fields import SWITCH, Expects, Removed, Requires, Section
+from ds_ckpt.fields import SWITCH, Removed, Requires, Section
 
 
 class CheckpointedInputs:
@@ -114,7 +114,7 @@ class Keeping(Section):
         **dict.fromkeys(
             ("contiguous", "contiguous_count", "synchronize", "profile"),
             Removed(
-                "the buffer for inputs, waits around blocks and the table of times were removed",
+                "it was removed: a buffer for inputs, waits around blocks, a table of times",
                 "remove it; use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
                 "fragmentation, CUDA_LAUNCH_BLOCKING=1 to wait, torch.profiler for times",
             ),
@@ -128,33 +128,23 @@ class Keeping(Section):
 
     offload: Annotated[bool, SWITCH, _CHECKPOINTING] = Field(
         default=False,
-        description="Keep the inputs of all recomputations but the last in host memory. They are "
-        "copied out on a side stream while the next block runs, and back before their "
-        "recomputation: twice their bytes over the bus a step, and pinned host memory of their "
-        "size. Useful if a block computes longer than its input's copy takes (long sequences). "
-        "No memory is saved on the CPU accelerator. Same as cpu_checkpointing in "
-        "activation_checkpointing.",
+        description="Keep the inputs of all recomputations but the last in pinned host memory. "
+        "They are copied out while the next block runs, and back before their recomputation: "
+        "twice their bytes over the bus a step. Useful if a block computes longer than its "
+        "input's copy takes. Same as cpu_checkpointing in activation_checkpointing.",
     )
-    offload_prefetch: Annotated[
-        int,
-        Expects("a whole number, 1 or more", "1"),
-        _CHECKPOINTING,
-    ] = Field(
+    offload_prefetch: Annotated[int, _CHECKPOINTING] = Field(
         default=1,
         ge=1,
         description="Number of recomputations ahead of which inputs start to come back from host "
-        "memory, or to be gathered if they are split. Each takes one more input of device memory "
-        "in backward.",
+        "memory, or to be gathered if they are split. Each takes the memory of one more input.",
     )
-    offload_min_bytes: Annotated[
-        int,
-        Expects("a whole number, 0 or more", "65536"),
-        _CHECKPOINTING,
-        Requires("activation.offload", (True,)),
-    ] = Field(
-        default=65536,
-        ge=0,
-        description="Smallest tensor that is moved to host memory, in bytes.",
+    offload_min_bytes: Annotated[int, _CHECKPOINTING, Requires("activation.offload", (True,))] = (
+        Field(
+            default=65536,
+            ge=0,
+            description="Smallest tensor that is moved to host memory, in bytes.",
+        )
     )
     partition: Annotated[
         bool,
@@ -170,15 +160,12 @@ class Keeping(Section):
     ] = Field(
         default=False,
         description="Split inputs of blocks over the tensor-parallel group, whose n ranks hold "
-        "equal inputs: each keeps 1/n of the bytes. Costs one all-gather of each input a step, "
-        "started one recomputation ahead. Training stops if values differ between ranks. Requires "
-        "AutoTP or an mpu given to initialize or attach. Same as partition_activations.",
+        "equal inputs: each keeps 1/n of the bytes. Costs one all-gather of each input a step. "
+        "Training stops if values differ between ranks. Requires AutoTP or an mpu given to "
+        "initialize or attach. Same as partition_activations.",
     )
     partition_min_bytes: Annotated[
-        int,
-        Expects("a whole number, 0 or more", "65536"),
-        _CHECKPOINTING,
-        Requires("activation.partition", (True,)),
+        int, _CHECKPOINTING, Requires("activation.partition", (True,))
     ] = Field(
         default=65536,
         ge=0,
@@ -211,7 +198,7 @@ def build_inputs(
 
     Args:
         keeping: the settings.
-        model: parameters and buffers of which are not moved.
+        model: its parameters and buffers are not moved.
         units: modules of each recomputation.
         device: device of the model.
         group: ranks over which inputs are split; required if they are.
@@ -219,24 +206,21 @@ def build_inputs(
     if not keeping.stores:
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
+    ahead = keeping.offload_prefetch
     store = InputStore(
         device,
         copies_for(device),
         offload=keeping.offload,
         min_bytes=keeping.offload_min_bytes if keeping.offload else 0,
         # a part must be here before it is gathered, which is as far ahead of its use
-        prefetch=keeping.offload_prefetch * (2 if keeping.partition else 1),
+        prefetch=ahead * (2 if keeping.partition else 1),
         owned=[*model.parameters(), *model.buffers()],
     )
     partition = None
     if keeping.partition:
         assert group is not None, "the caller finds the group"
         partition = Partition(
-            group,
-            store,
-            device,
-            min_bytes=keeping.partition_min_bytes,
-            ahead=keeping.offload_prefetch,
+            group, store, device, min_bytes=keeping.partition_min_bytes, ahead=ahead
         )
     inputs = CheckpointedInputs(store, partition)
     inputs.recomputed_together([[block.name for block in unit.blocks] for unit in units])

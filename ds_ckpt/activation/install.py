@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.blocks import is_hf_layer
-from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope, opened
+from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import CheckpointedModule, refusal
@@ -143,7 +143,6 @@ class _Run:
             return again()
         if torch.compiler.is_compiling():  # torch.compile can trace it
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        function, args, kwargs = opened(function, args, kwargs)
         if not target.module.training and any(map(_is_cache, (*args, *kwargs.values()))):
             _warn_once(
                 "a block gets a cache in evaluation mode while gradients are on: blocks are not "

@@ -1,7 +1,7 @@
 """Policies: from a name in the configuration to the modules of each recomputation.
 
 A policy is one class with its settings as fields, and `@register_policy`. The configuration, the
-planner and `ds-ckpt profile` read the registry.
+`ds-ckpt profile` read the registry.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -30,8 +29,6 @@ from ds_ckpt.fields import Expects, Name, Requires, Section, is_auto, list_as_tu
 _SECTION = "$.ds_ckpt.activation"
 PLANNED = ("budget", "auto")
 """Policies whose units a planner chooses within a budget."""
-Groups = Sequence[Sequence[str]]
-"""Names of the modules of each recomputation."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +74,6 @@ class RecomputePolicy(Section):
     def words(self) -> str:
         """Describe the settings in a few words, behind the policy's name."""
         return ""
-
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        """Return what the planner tries on one block.
-
-        Args:
-            block: name of the block.
-            parts: names of its parts: `attention`, and `mlps` as groups.
-
-        Returns:
-            Modules of each recomputation, and sets of operators that are kept.
-        """
-        return []
 
 
 _POLICIES: dict[str, type[RecomputePolicy]] = {}
@@ -229,10 +213,6 @@ def _matches(match: str, index: int, name: str) -> bool:
 class _None(RecomputePolicy):
     name = "none"
 
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        return [([], ())]
-
 
 @register_policy
 class _Block(RecomputePolicy):
@@ -240,10 +220,6 @@ class _Block(RecomputePolicy):
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,)) for block in blocks]
-
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        return [([[block]], ())]
 
 
 class _Parts(RecomputePolicy):
@@ -277,10 +253,6 @@ class _Attention(_Parts):
     def chains(self, block: Block) -> list[list[Part]]:
         return [[part] for part in attention_parts(block.name, block.module)]
 
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        return [([[name] for name in parts.attention], ())] if parts.attention else []
-
 
 @register_policy
 class _Mlp(_Parts):
@@ -288,10 +260,6 @@ class _Mlp(_Parts):
 
     def chains(self, block: Block) -> list[list[Part]]:
         return mlp_parts(block.name, block.module)
-
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        return [(parts.mlps, ())] if parts.mlps else []
 
 
 @register_policy
@@ -301,8 +269,7 @@ class _EveryN(RecomputePolicy):
         default=2,
         ge=2,
         description='Policy "every_n": stride of recomputed blocks, starting at the first. 2 keeps '
-        "half of the activations for 13% more compute, 4 keeps three quarters for 7% (a Llama of "
-        "7B).",
+        "half of the activations, 4 three quarters.",
     )
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
@@ -319,9 +286,8 @@ class _Segments(RecomputePolicy):
         default=2,
         ge=2,
         description='Policy "segments": neighbouring blocks in one recomputation. Only the '
-        "first one's input is kept (2: half of the memory of block, 3% more compute), but in "
-        "backward all of their inner activations exist at once, and under ZeRO-3 all of their "
-        "weights. Useful if blocks are small and many.",
+        "first one's input is kept, but in backward all of their inner activations exist at "
+        "once, and under ZeRO-3 all of their weights. Useful if blocks are small and many.",
     )
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
@@ -360,22 +326,13 @@ class _Selective(RecomputePolicy):
         tuple[Name, ...],
         Field(min_length=1),
         BeforeValidator(_names),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                    {"type": "string", "minLength": 1},
-                ]
-            }
-        ),
+        WithJsonSchema({"type": ["array", "string"], "items": {"type": "string"}, "minItems": 1}),
         Expects("sets and operators, in a list or joined by +", '"attention+qkvo"'),
     ] = Field(
         default=("matmuls",),
         description='Policy "selective": operators whose results are kept. Sets: "matmuls" (every '
         'matrix product and attention core), "attention" (scaled_dot_product_attention), "qkvo" '
-        '(products inside attention), "gate" (first product of each MLP); joined by "+". Extra '
-        'compute and share of activations kept on a Llama of 7B: "attention" 22% and 9%, '
-        '"attention+qkvo" 12% and 27%, "attention+qkvo+gate" 6% and 38%, "matmuls" 0% and 50%. '
+        '(products inside attention), "gate" (first product of each MLP); joined by "+". '
         'Single operators of torch: "aten.mm".',
     )
 
@@ -384,9 +341,3 @@ class _Selective(RecomputePolicy):
 
     def words(self) -> str:
         return f" ({'+'.join(self.save_ops)})"
-
-    @classmethod
-    def candidates(cls, block: str, parts: Any) -> list[tuple[Groups, tuple[str, ...]]]:
-        sets = ("attention", "qkvo", "gate")
-        some = [chosen for n in (1, 2, 3) for chosen in combinations(sets, n)]
-        return [([[block]], chosen) for chosen in (*some, ("matmuls",))]

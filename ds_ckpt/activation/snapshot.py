@@ -253,8 +253,8 @@ class Snapshot:
         for what, _, values in self._holders:
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    is_weight = isinstance(value, nn.Parameter)
-                    is_copied = not is_weight and value.nbytes <= COPIED_BYTES
+                    is_large = value.numel() * value.element_size() > COPIED_BYTES
+                    is_copied = not (is_large or isinstance(value, nn.Parameter))
                     saved = value.detach().clone() if is_copied else None
                     version = version_of(value)
                     self._tensors.append(_ModuleTensor(what, name, values, value, version, saved))

@@ -1,4 +1,4 @@
-"""Checkpointing on plain torch: bit-equal gradients, one recompute a block, taken off again."""
+"""Checkpointing is installed and removed, and recomputes every block once."""
 
 from __future__ import annotations
 
@@ -9,49 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.errors import UnsupportedError
-
-CALLS: Counter[int] = Counter()
-"""By id of the block. A number on the module would be put back after a recompute."""
-
-
-class Block(nn.Module):
-    """Keyword arguments, a dict output, dropout and a call counter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
-        CALLS[id(self)] += 1
-        return {"x": x + scale * self.dropout(self.down(torch.relu(self.up(x))))}
-
-
-class Model(nn.Module):
-    def __init__(self, width: int, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            x = block(x, scale=0.5 + index)["x"]
-        return x.square().mean()
-
-
-def _gradients(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model.zero_grad()
-    model(x).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+from tests.architectures import batch, build
+from tests.unit.stacks import Block, Stack, data
 
 
 def test_scopes_surround_every_recompute_and_nothing_else() -> None:
-    model = Model(4, 3)
+    model = Stack(lambda: Block(torch.tanh))
     events: list[str] = []
 
     @contextmanager
@@ -63,7 +30,7 @@ def test_scopes_surround_every_recompute_and_nothing_else() -> None:
             events.append("out")
 
     CheckpointedBlocks(model, ["Block"], [scope])
-    loss = model(torch.randn(2, 4))
+    loss = model(data())
     assert events == []
     loss.backward()
     assert events == ["in", "out"] * 3
@@ -71,12 +38,12 @@ def test_scopes_surround_every_recompute_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_without_gradients_blocks_are_left_alone(training: bool) -> None:
-    model = Model(4, 2).train(training)
+    calls: Counter[str] = Counter()
+    model = Stack(lambda: Block(lambda x: calls.update(["forward"]) or x)).train(training)
     CheckpointedBlocks(model, ["Block"])
-    CALLS.clear()
     with torch.no_grad():
-        model(torch.randn(2, 4))
-    assert [CALLS[id(b)] for b in model.blocks] == [1, 1]
+        model(data())
+    assert calls["forward"] == 3
 
 
 def _enable(model: Any, kwargs: dict[str, bool] | None, **options: Any) -> None:
@@ -89,40 +56,14 @@ def _enable(model: Any, kwargs: dict[str, bool] | None, **options: Any) -> None:
     enable(kwargs, **options)
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            use_cache=False,
-        )
-    ).train()
-
-
 def test_a_hugging_face_model_is_left_as_it_was_found() -> None:
-    model = _llama()
+    model: Any = build("llama", 2)
     before = [dict(vars(m)) for m in model.modules()]
     checkpointed = CheckpointedBlocks(model, None)
     assert model.is_gradient_checkpointing
     checkpointed.remove()
     assert [dict(vars(m)) for m in model.modules()] == before
     assert not model.is_gradient_checkpointing
-
-
-def test_transformers_own_switch_changes_nothing() -> None:
-    model = _llama()
-    CheckpointedBlocks(model, None)
-    forward = model.model.layers[0].forward
-    model.gradient_checkpointing_disable()
-    _enable(model, {"use_reentrant": False})
-    assert not model.model.layers[0].gradient_checkpointing
-    assert model.model.layers[0].forward is forward
 
 
 REFUSED: list[tuple[dict[str, bool] | None, dict[str, Any]]] = [
@@ -138,7 +79,7 @@ REFUSED: list[tuple[dict[str, bool] | None, dict[str, Any]]] = [
 def test_other_checkpointing_is_refused(
     kwargs: dict[str, bool] | None, options: dict[str, Any], is_on: bool
 ) -> None:
-    model = _llama()
+    model = build("llama", 2)
     if is_on:
         _enable(model, kwargs, **options)
     else:
@@ -149,66 +90,51 @@ def test_other_checkpointing_is_refused(
 
 def _forwards(model: Any) -> list[int]:
     """Forwards through each layer's MLP in one training step."""
-    counts = [0] * len(model.model.layers)
-
-    def count(index: int) -> Any:
-        def hook(*_: Any) -> None:
-            counts[index] += 1
-
-        return hook
-
-    handles = [
-        # before, not after: the recompute stops early, inside the MLP's last operator
-        layer.mlp.gate_proj.register_forward_pre_hook(count(i))
-        for i, layer in enumerate(model.model.layers)
-    ]
-    tokens = torch.arange(8).view(1, 8)
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    counts: Counter[nn.Module] = Counter()
+    # before, not after: the recompute stops early, inside the MLP's last operator
+    gates = [layer.mlp.gate_proj for layer in model.model.layers]
+    handles = [g.register_forward_pre_hook(lambda m, _: counts.update([m])) for g in gates]
+    model(**batch("llama")).loss.backward()
     for handle in handles:
         handle.remove()
-    return counts
+    return [counts[gate] for gate in gates]
 
 
-@pytest.mark.parametrize("flag_before", [False, True])
+@pytest.mark.parametrize("is_on", [False, True])
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
         (None, [2, 2]),
         (["LlamaDecoderLayer"], [2, 2]),
-        (["model.layers.*"], [2, 2]),
         (["model.layers.1"], [1, 2]),
         (["LlamaMLP"], [2, 2]),
     ],
 )
 def test_every_named_block_is_recomputed_exactly_once(
-    modules: list[str] | None, expected: list[int], flag_before: bool
+    modules: list[str] | None, expected: list[int], is_on: bool
 ) -> None:
-    model = _llama()
-    if flag_before:
+    """transformers' own checkpointing may be on before, and change later."""
+    model: Any = build("llama", 2)
+    if is_on:
         _enable(model, {"use_reentrant": False})
     checkpointed = CheckpointedBlocks(model, modules)
     assert _forwards(model) == expected
     _enable(model, {"use_reentrant": False})  # the Trainer, later
     assert _forwards(model) == expected
+    model.gradient_checkpointing_disable()
+    assert _forwards(model) == expected
     checkpointed.remove()
-    assert _forwards(model) == ([2, 2] if flag_before else [1, 1])
+    assert _forwards(model) == ([2, 2] if is_on else [1, 1])
 
 
 def test_shared_tensors_with_gradient_are_as_exact_as_torchs_own_checkpointing() -> None:
     """T5's position bias is made in block 0 and used in all: its gradients add up otherwise."""
-    from transformers import T5Config, T5ForConditionalGeneration
+    model = build("t5", 3)
 
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 32}
-    model = T5ForConditionalGeneration(
-        T5Config(num_layers=3, use_cache=False, decoder_start_token_id=0, **sizes)
-    ).train()
-    tokens = torch.arange(10).view(1, 10)
-
-    def gradients() -> list[torch.Tensor]:
+    def gradients() -> list[Tensor]:
         torch.manual_seed(1)
         model.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        model(**batch("t5")).loss.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     plain = gradients()
