@@ -1,7 +1,6 @@
 """Samples compression errors, and acts when they exceed what validation has measured.
 
-Every few steps each rank measures what its exchange was given and what it left out. The sums over
-the ranks are compared, so all of them act in the same step.
+Sums over the ranks are compared, so all of them act in the same step.
 """
 
 from __future__ import annotations
@@ -19,58 +18,51 @@ from ds_ckpt.telemetry.timings import Errors, ResidualStats
 log = logging.getLogger("ds_ckpt")
 IN_A_ROW = 2
 """Consecutive samples above a limit before the guard acts: one batch may be an outlier."""
-Energies = Mapping[str, tuple[float, float]]
-"""Squared norms of what this rank's exchange was given and of what it left out, by method."""
+Observer = Callable[[int, ResidualStats], None]
 
 
 class ErrorSampler:
-    """Measures compression errors in the steps that any consumer has subscribed to.
+    """Measures compression errors every so many optimizer steps.
 
     Attributes:
-        latest: of the last step; empty if it was not sampled.
+        latest: squared norms of what this rank's exchange was given and of what it left out, by
+            method, in the last step; empty if it was not sampled.
     """
 
     def __init__(self, engine: Any, errors: Errors) -> None:
         self._engine, self._errors = engine, errors
-        self._consumers: list[tuple[int, Callable[[int], None]]] = []
+        self._observers: list[tuple[int, Observer | None]] = []
         self._skipped = int(engine.skipped_steps)
-        self.latest: Energies = {}
+        self.latest: Mapping[str, tuple[float, float]] = {}
 
-    def subscribe(self, every_n_steps: int, act: Callable[[int], None] = lambda step: None) -> None:
-        """Sample every so many optimizer steps, and call `act` after each that was not skipped."""
-        self._consumers.append((every_n_steps, act))
+    def observe(self, every_n_steps: int, act: Observer | None = None) -> None:
+        """Sample every so many steps, and call `act` with the statistics of all ranks.
+
+        Collective: every rank observes the same. Steps that were skipped or compressed nothing are
+        left out.
+        """
+        self._observers.append((every_n_steps, act))
         self._plan(int(self._engine.global_steps))
 
-    def observe(self, every_n_steps: int, act: Callable[[int, ResidualStats], None]) -> None:
-        """Call `act` with the statistics of all ranks. Collective: every rank observes the same.
-
-        Steps that were skipped or compressed nothing are left out.
-        """
-
-        def sum_and_act(step: int) -> None:
-            own = [sum(part) for part in zip((0.0, 0.0), *self.latest.values(), strict=True)]
-            sums = torch.tensor(own, dtype=torch.float64, device=self._engine.device)
-            torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
-            given, remains = sums.tolist()
-            found = ResidualStats.of(given, remains, gradient_norm(self._engine) or 0.0)
-            if found is not None:
-                act(step, found)
-
-        self.subscribe(every_n_steps, sum_and_act)
-
     def _plan(self, step: int) -> None:
-        self._errors.sampling = any((step + 1) % every == 0 for every, _ in self._consumers)
+        self._errors.sampling = any((step + 1) % every == 0 for every, _ in self._observers)
 
     def step_ended(self, step: int) -> None:
-        """Deliver the step's energies, and decide about the next step."""
-        sampled, self.latest = self._errors.sampling, self._errors.take_sums()
+        """Call the observers of the step, and decide about the next step."""
+        self.latest = self._errors.take_sums()
         self._plan(step)
         before, self._skipped = self._skipped, int(self._engine.skipped_steps)
-        if not sampled or self._skipped != before:
+        acts = [act for every, act in self._observers if act is not None and step % every == 0]
+        if not acts or self._skipped != before:
             return
-        for every, act in self._consumers:
-            if step % every == 0:
-                act(step)
+        own = [sum(part) for part in zip((0.0, 0.0), *self.latest.values(), strict=True)]
+        sums = torch.tensor(own, dtype=torch.float64, device=self._engine.device)
+        torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
+        given, remains = sums.tolist()
+        found = ResidualStats.of(given, remains, gradient_norm(self._engine) or 0.0)
+        if found is not None:
+            for act in acts:
+                act(step, found)
 
 
 class Guard:

@@ -185,7 +185,7 @@ class Session:
             monitor=monitor.write_events if monitor is not None and has_monitor else None,
         )
         if exchange is not None and sampler is not None:
-            sampler.subscribe(telemetry.every_n_steps)
+            sampler.observe(telemetry.every_n_steps)
             self._steps.note({"plan": exchange.assignment.records()})
         self._after_step.append(self._steps.step_ended)
 

@@ -1,4 +1,4 @@
-"""Finds the tensor-parallel group of an engine. Refuses groups that hold different activations.
+"""Finds the tensor-parallel group of an engine.
 
 DeepSpeed's AutoTP puts its groups into `engine.mpu`; Megatron's `mpu` is passed to
 `deepspeed.initialize(mpu=...)` or to `attach`.
@@ -6,6 +6,7 @@ DeepSpeed's AutoTP puts its groups into `engine.mpu`; Megatron's `mpu` is passed
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +15,6 @@ from torch import Tensor
 from ds_ckpt.activation.offload import Ticket
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry import Counters, Purpose
-
-_SEQUENCE = ("get_sequence_parallel_group", "_get_sequence_parallel_group")
 
 
 class _Gathering(Ticket):
@@ -59,65 +58,28 @@ class TensorParallelGroup:
 
 
 def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup:
-    """Return the group whose ranks hold the same activations.
+    """Return the tensor-parallel group of `mpu`, or of `engine.mpu` if it is None.
 
-    Args:
-        engine: DeepSpeed's engine.
-        mpu: A Megatron-style object; None uses `engine.mpu`.
-        counters: Bytes are counted there.
+    `activation.partition` compares checkpointed inputs over the group, so it stops at a group whose
+    ranks hold different ones.
 
     Raises:
-        UnsupportedError: There is no such group, it has one rank, or its ranks train on different
-            data.
+        UnsupportedError: There is no such group, or it has one rank.
     """
-    from deepspeed.utils import groups
-
-    mpu = engine.mpu if mpu is None else mpu
-    group = _group_of(mpu, "get_tensor_model_parallel_group", "get_model_parallel_group")
-    if group is None:
-        raise _refusal("no tensor-parallel group")
-    found = TensorParallelGroup(group, counters)
-    if len(found.processes) == 1:
-        raise _refusal("a tensor-parallel group of one rank")
-    ranks = f"a tensor-parallel group of ranks {', '.join(map(str, found.processes))}"
-    # without an mpu Ulysses has its group in `deepspeed.utils.groups`
-    sequence = _group_of(mpu, *_SEQUENCE) or _group_of(groups, *_SEQUENCE[1:])
-    data = _group_of(mpu, "get_data_parallel_group")
-    zero = getattr(engine.optimizer, "dp_process_group", None)
-    for other, how in (
-        (sequence, "which divide sequences between them"),
-        (data, "of which the mpu's data-parallel group averages gradients"),
-        (zero, "of which ZeRO averages gradients"),
-    ):
-        if other is not None:
-            shared = set(found.processes) & set(dist.get_process_group_ranks(other))
-            if shared - {dist.get_rank()}:
-                raise _refusal(f"{ranks}, {how}")
-    return found
-
-
-def _refusal(found: str) -> UnsupportedError:
-    return UnsupportedError(
-        Problem(
-            "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)",
-            found,
-            "activations are split over ranks that hold the same ones; data-parallel and "
-            "sequence-parallel (Ulysses) ranks hold those of other tokens",
-            "set partition_activations to false, or use tensor parallelism over 2 ranks or more "
-            '("tensor_parallel": {"autotp_size": 2}, or a Megatron-style mpu passed to initialize '
-            "or attach)",
+    mpu, group = engine.mpu if mpu is None else mpu, None
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        # Megatron and DeepSpeed raise these for a group that was not created
+        with contextlib.suppress(AttributeError, AssertionError, KeyError, RuntimeError):
+            group = group or getattr(mpu, name)()
+    if group is None or dist.get_world_size(group) == 1:
+        raise UnsupportedError(
+            Problem(
+                "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)",
+                f"{'no' if group is None else 'one rank in the'} tensor-parallel group",
+                "activations are split over tensor-parallel ranks, which hold the same ones; "
+                "data-parallel and sequence-parallel (Ulysses) ranks hold those of other tokens",
+                'set it to false, or use {"tensor_parallel": {"autotp_size": 2}}, or pass a '
+                "Megatron-style mpu to initialize or attach",
+            )
         )
-    )
-
-
-def _group_of(mpu: Any, *names: str) -> Any:
-    """Return the first of these groups that exists."""
-    for name in names:
-        getter = getattr(mpu, name, None)
-        try:
-            group = getter() if callable(getter) else None
-        except (AssertionError, KeyError, RuntimeError, TypeError):
-            continue  # Megatron's and DeepSpeed's errors for a group that was not created
-        if group is not None:
-            return group
-    return None
+    return TensorParallelGroup(group, counters)

@@ -50,7 +50,6 @@ class Snapshot:
     """The counters at one moment; the difference of two is what happened between them."""
 
     bytes_sent: Mapping[Purpose, int]
-    collectives: Mapping[Purpose, int]
     gathers: Mapping[int, int]
     far_bytes: Mapping[Purpose, int]
 
@@ -59,7 +58,7 @@ class Snapshot:
             before = getattr(earlier, name)
             return {key: n - before.get(key, 0) for key, n in getattr(self, name).items()}
 
-        return Snapshot(*map(since, ("bytes_sent", "collectives", "gathers", "far_bytes")))
+        return Snapshot(*map(since, ("bytes_sent", "gathers", "far_bytes")))
 
 
 @dataclass
@@ -119,7 +118,6 @@ class Counters:
         with self._lock:
             return Snapshot(
                 {p: self.bytes_sent[p] for p in Purpose},
-                {p: self.collectives[p] for p in Purpose},
                 dict(self.gathers),
                 {p: self.far_bytes[p] for p in Purpose},
             )

@@ -35,7 +35,6 @@ class ExchangeSample:
         seconds: by section, since attach.
         energies: squared norms before and after compression, by method; empty if not sampled.
         gradient_norm: of the averaged gradient; None if not known.
-        compresses: whether gradients are compressed now.
     """
 
     seconds: Mapping[str, float]
@@ -50,10 +49,8 @@ class Interval:
 
     Attributes:
         seconds: wall time of all `steps`.
-        counted: difference of the counters.
         parameters: number of parameters gathered so far.
         exchange_s: host seconds by section of the exchange.
-        exchange: None without compression.
     """
 
     steps: int
@@ -120,17 +117,13 @@ def compresses(interval: Interval) -> bool:
 
 
 class StepLog:
-    """Writes a record every `every_n_steps` steps.
+    """Writes a record every `every_n_steps` steps, and keeps the `last`.
 
     Args:
         counters: of this rank.
         path: JSONL file; the rank is put before `.jsonl`. None writes no file.
-        rank: this rank.
         sample: reads the exchange; None without compression.
         monitor: receives each record's numbers.
-
-    Attributes:
-        last: the last record.
     """
 
     def __init__(

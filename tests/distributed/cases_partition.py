@@ -17,7 +17,6 @@ from tests.distributed.pool import fresh, once
 from tests.distributed.tensor_parallel import (
     MegatronMpu,
     ParallelModel,
-    UlyssesMpu,
     across,
     auto_tp,
     mpu_forgotten,
@@ -205,42 +204,24 @@ def megatron(
 
 
 def refused(how: str) -> str:
-    """The words of the error for a group over which nothing can be split, if there is one.
+    """The words of the error for a group over which nothing can be split.
 
     Args:
-        how: "none" (data parallel alone), "one" (AutoTP of one process), "data" (an mpu whose
-            tensor-parallel group is the data-parallel one), "zero" (the same, and the mpu hides
-            it), "ulysses" (an mpu of sequence parallelism alone), "sequences" (its group given
-            as tensor-parallel).
+        how: "none" (data parallel alone), "one" (AutoTP of one process).
     """
     fresh()
-    world = dist.get_world_size()
-    everybody, alone = neighbours(world), neighbours(1)
     sections: dict[str, Any] = {"activation_checkpointing": {"partition_activations": True}}
     sections["ds_ckpt"] = {"activation": {"modules": ["ParallelBlock"]}}
-    mpu: Any = {
-        "none": lambda: None,
-        "one": lambda: MegatronMpu(alone, everybody),
-        "data": lambda: MegatronMpu(everybody, everybody),
-        "zero": lambda: MegatronMpu(alone, everybody),
-        "ulysses": lambda: UlyssesMpu(everybody),
-        "sequences": lambda: UlyssesMpu(everybody, tensor=True),
-    }[how]()
+    mpu = MegatronMpu(neighbours(1), neighbours(dist.get_world_size())) if how == "one" else None
     with mpu_forgotten():
         model = ParallelModel(None)
-        given: dict[str, Any] = {"model": model, "model_parameters": list(model.parameters())}
+        parameters = list(model.parameters())
         try:
-            if how == "zero":
-                import deepspeed
-
-                engine, *_ = deepspeed.initialize(**given, config=_config(sections))
-                liar = MegatronMpu(everybody, alone)
-                ds_ckpt.attach(engine, mpu=liar)
-            else:
-                engine, *_ = ds_ckpt.initialize(**given, mpu=mpu, config=_config(sections))
+            ds_ckpt.initialize(
+                model=model, model_parameters=parameters, mpu=mpu, config=_config(sections)
+            )
         except ds_ckpt.DsCkptError as error:
             return str(error)
-        engine.destroy()
     return ""
 
 

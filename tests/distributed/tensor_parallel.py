@@ -105,57 +105,6 @@ class MegatronMpu:
         return dist.get_rank(self._data)
 
 
-class UlyssesMpu:
-    """Sequence parallelism, as DeepSpeed's `parallel_state_sp` answers.
-
-    Args:
-        parts: groups of processes that divide sequences between them.
-        tensor: call them tensor-parallel, too.
-    """
-
-    def __init__(self, parts: list[list[int]], *, tensor: bool = False) -> None:
-        self._sequence, self._all = group_of(parts), group_of(neighbours(dist.get_world_size()))
-        self._alone = group_of(neighbours(1))
-        if tensor:
-            self.get_tensor_model_parallel_group = lambda: self._sequence
-
-    def initialize_sequence_parallel(self) -> None:
-        raise NotImplementedError
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self._sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._sequence)
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank(self._sequence)
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self._all
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_data_parallel_group(self) -> Any:
-        return self._alone
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-
 class _Copy(torch.autograd.Function):
     """Megatron's f: nothing forward, the sum over the group backward."""
 
