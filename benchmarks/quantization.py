@@ -193,14 +193,14 @@ class Coded:
         self.before += float(values.square().sum())
         self.left += float(left.square().sum())
         if isinstance(codec, EntropyCoded) and numel <= SEGMENT:
-            code, _ = _read(payload.unsqueeze(0), numel)
-            ks = [*payload[16:18].long().split(1), torch.zeros(1, dtype=torch.int64)]
+            code, _ = _read(payload)
+            ks = [*payload[16:18].tolist(), 0]
             self.used += 8 * HEADER_BYTES + float(sum(_lengths(code, ks)))
             self.finer += 8 * HEADER_BYTES + finer_bits(code, ks)
             symbols = torch.zeros(numel, dtype=torch.int64)
-            signs = 1 + code.negative[0].long()
-            symbols[code.places[0]] = signs
-            symbols[code.places[0][code.strong[0]]] += 2 * (1 + code.level[0])
+            signs = 1 + code.negative.long()
+            symbols[code.places] = signs
+            symbols[code.places[code.strong]] += 2 * (1 + code.level)
             counts = symbols.bincount().double()
             self.entropy += float(torch.special.entr(counts / numel).sum()) / math.log(2) * numel
             self.huffman += huffman_bits(symbols)
@@ -209,13 +209,11 @@ class Coded:
                 self.ranged = range_bits(symbols) + (0 if math.isnan(self.ranged) else self.ranged)
 
 
-def finer_bits(code: _Sent, ks: list[Tensor]) -> float:
+def finer_bits(code: _Sent, ks: list[int]) -> float:
     """With the best k for every 32 numbers, which takes 3 bits, in the place of one a segment."""
     total = float(_lengths(code, ks)[2])
-    for (numbers, _), (least, most) in zip(code.sequences[:2], ((1, 8), (0, 7)), strict=True):
-        runs = torch.nn.functional.pad(numbers[0], (0, -numbers.shape[1] % 32), value=-1).view(
-            -1, 32
-        )
+    for numbers, (least, most) in zip(code.sequences[:2], ((1, 8), (0, 7)), strict=True):
+        runs = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32), value=-1).view(-1, 32)
         there = runs >= 0
         each = [(((runs >> k) + 1 + k) * there).sum(1) for k in range(least, most + 1)]
         total += float(torch.stack(each).amin(0).sum()) + 3 * len(runs)

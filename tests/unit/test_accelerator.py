@@ -124,9 +124,7 @@ class OnGpus:
 # ---- 1: host waits
 
 
-@pytest.mark.parametrize(
-    ("method", "local"), [*itertools.product(METHODS, (1, 2)), *itertools.product(CODED, (1,))]
-)
+@pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
 def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, local: int) -> None:
     processes = OnGpus(4, method, local=local)
     for step in range(3):
