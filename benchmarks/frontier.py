@@ -44,6 +44,7 @@ from _own_share import OwnShareToo
 
 from ds_ckpt.engine import step as engine_step
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, WarmupBits
+from ds_ckpt.lab.validate import data as validate_data
 from ds_ckpt.lab.validate.data import Inputs, Text
 from ds_ckpt.lab.validate.runs import Outcome, train
 from ds_ckpt.lab.validate.task import Task, TaskSpec
@@ -228,7 +229,8 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> T
     data, learner = (Dealt, Mixed) if "products" in task else (Text, Task)
     length = task["sequence_length"]
     sizes = {name: task[name] for name in LLAMA}
-    windows = data.of(text, length, task["evaluation_batches"])
+    validate_data.EVALUATION_BATCHES = task["evaluation_batches"]
+    windows = data.of(text, length)
     if isinstance(windows, Dealt):
         windows = dataclasses.replace(windows, workers=task["world"])
     begun = learner(

@@ -47,7 +47,6 @@ def four_bits(tmp_path: Path) -> Path:
 def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: Any) -> Outcome:
     given: dict[str, Any] = {
         "heldout": [(0, 5.0), (100, final)],
-        "accuracy": [],
         "left": [(10, 0.9, 9.0), (60, 0.1, 0.5), (70, 0.2, 0.3)],
         "digest": digest,
         "diverged": diverged,
@@ -106,7 +105,7 @@ def test_differences_are_paired_and_relative(four_bits: Path) -> None:
 
 def test_accuracy_is_in_points_and_less_is_worse(four_bits: Path) -> None:
     def runs(*shares: float) -> list[Outcome]:
-        return [outcome(1.0, accuracy=[(0, 0.1), (100, share)]) for share in shares]
+        return [outcome(1.0, heldout=[(0, 0.1), (100, share)]) for share in shares]
 
     found = judged(four_bits, runs(0.90, 0.91, 0.89), runs(0.87, 0.88, 0.861), "labelled")
     assert (found.record.metric, found.record.margin, found.record.verdict) == (
@@ -133,7 +132,7 @@ def test_a_diverged_run_is_worse_and_sets_no_limit(four_bits: Path) -> None:
 
 def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:
     block = config_file(tmp_path, "block", activation={"policy": "block"})
-    dense = [outcome(2.0, digest="a"), outcome(2.1, digest="b"), outcome(2.2, digest="c")]
+    dense = [outcome(2.0, digest="a"), outcome(2.1, digest="b")]
     same = [outcome(2.0, digest="a"), outcome(2.1, digest="b")]
     other = [outcome(2.0, digest="a"), outcome(2.1, digest="x")]
     for ours, verdict, code in ((same, "identical", 0), (other, "different", 1)):
@@ -181,7 +180,7 @@ def test_useless_runs_get_no_verdict(
     four_bits: Path, dense: Outcome, sent: float, words: str
 ) -> None:
     runs = [outcome(2.0), outcome(2.0), dense]
-    found = judged(four_bits, runs, [*runs[:2], outcome(dense.final("loss"))], sent=sent)
+    found = judged(four_bits, runs, [*runs[:2], outcome(dense.heldout[-1][1])], sent=sent)
     assert (found.record.verdict, exit_code([found])) == ("inconclusive", 2)
     assert words in found.describe_verdict()
 
@@ -280,7 +279,7 @@ def test_reports_contain_everything_and_load_nothing(tmp_path: Path, four_bits: 
     shown = io.StringIO()
     report.print(Console(file=shown, width=80))
     for text in (page, plain, " ".join(shown.getvalue().split())):
-        for word in ("four", "worse", "+4.92", "4.00x", "perplexity", "torch 2"):
+        for word in ("four", "worse", "+4.92", "4.00x", "torch 2"):
             assert word in text, word
         assert "the uncompressed warm-up of 50 steps was cut to 25" in text
         assert 'four: "guard": {"action": "warn", "error": 0.25, "residual_norm": 0.625}' in text

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
-from ds_ckpt.lab.validate import experiment, task
-from ds_ckpt.lab.validate.data import Text
+from ds_ckpt.lab.validate import data, experiment, task
 from ds_ckpt.lab.validate.runs import read_results
 
 pytest.importorskip("transformers")
@@ -32,7 +31,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_heldout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches of held-out text in the place of 24, for what is not about losses."""
-    monkeypatch.setattr(Text.of.__func__, "__defaults__", (2, None))  # type: ignore[attr-defined]
+    monkeypatch.setattr(data, "EVALUATION_BATCHES", 2)
 
 
 def small(folder: Path, file: Path) -> Path:
@@ -117,7 +116,7 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["FILE", "--processes", "2", "--virtual-workers", "2"], 3, "drop --virtual-workers"),
+        (["FILE", "--processes", "2", "--virtual-workers", "2"], 3, "--virtual-workers"),
         (["FILE", "--processes", "2", "--device", "cpu"], 3, "--device"),
         (["FILE", "--processes", "2", "--dense-correction", "0.3"], 3, "--dense-correction"),
         (["none.json"], 3, "none.json"),

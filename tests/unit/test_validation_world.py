@@ -189,14 +189,13 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    recipe = Recipe(steps=100, learning_rate=1.0, warmup_ratio=0.1, min_lr_ratio=0.05)
+    recipe = Recipe(steps=100, learning_rate=1.0)
     rates = [recipe.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.525)
     assert rates[100] == pytest.approx(0.05)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert {Recipe(steps=5, warmup_ratio=0.0, min_lr_ratio=1.0).rate(s) for s in range(6)} == {2e-3}
 
 
 def test_large_embeddings_go_as_in_a_session() -> None:
@@ -258,7 +257,7 @@ def test_uncompressed_tensors_are_not_sampled(accumulation: int) -> None:
 
 def test_a_run_ends_or_stops_if_it_is_not_finite() -> None:
     model, world = training(lossy("topk", 2, density=0.1))
-    evaluated: Any = SimpleNamespace(evaluate=lambda model: (model.up.weight.norm().item(), None))
+    evaluated: Any = SimpleNamespace(evaluate=lambda model: model.up.weight.norm().item())
     reported: list[int] = []
     found = train(evaluated, model, world.train_step, 8, lambda done, _: reported.append(done))
     assert [step for step, _ in found.heldout] == [0, 8]

@@ -54,13 +54,10 @@ def run(
         "--device": device,
         "--dense-correction": sizes["dense_correction"],
     }
-    problems = [
-        Problem(name, str(value), "it is for virtual workers", f"drop {name} or --processes")
-        for name, value in virtual.items()
-        if processes and value is not None
-    ]
-    if problems:
-        raise ConfigError(problems, headline="the comparison cannot be made with these options")
+    wrong = [name for name, value in virtual.items() if value is not None]
+    if processes and wrong:
+        why, found = "these are for virtual workers", f"{processes} beside {', '.join(wrong)}"
+        raise ConfigError(Problem("--processes", found, why, "drop them, or --processes"))
     mode: Mode = "processes" if processes else "virtual"
     read_verdicts(output / FILE_NAME)  # fail before hours of training
     candidates = read_candidates(files, mode)
@@ -96,16 +93,10 @@ def _check_resolution(task: Task, margin: float) -> None:
     """Refuse held-out data of which one example is more than the margin."""
     step = grid_step(task)
     if step > margin:
-        raise ConfigError(
-            Problem(
-                where="--data",
-                found=f"{1 / step:.0f} held-out examples",
-                why=f"one of them is {100 * step:.3g} points of accuracy, more than the margin of "
-                f"{100 * margin:g}",
-                remedy=f"hold out {math.ceil(1 / margin)} examples, or give a larger --margin",
-            ),
-            headline="the data are too few to judge by",
-        )
+        found = f"{1 / step:.0f} held-out examples"
+        why = f"one is {100 * step:.3g} points of accuracy, more than the margin {100 * margin:g}"
+        remedy = f"hold out {math.ceil(1 / margin)} examples, or give a larger --margin"
+        raise ConfigError(Problem("--data", found, why, remedy))
 
 
 def _train(plan: Plan, folder: Path, console: Console) -> None:

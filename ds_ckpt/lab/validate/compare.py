@@ -21,14 +21,8 @@ from ds_ckpt.telemetry.timings import ResidualStats
 
 MARGINS = {"loss": 0.005, "accuracy": 0.01}
 """Differences that do not count: a share of the dense held-out loss, and of the examples."""
-EXIT_CODES: dict[Word, int] = {
-    "identical": 0,
-    "equivalent": 0,
-    "better": 0,
-    "inconclusive": 2,
-    "worse": 1,
-    "different": 1,
-}
+EXIT_CODES: dict[Word, int] = {"inconclusive": 2, "worse": 1, "different": 1}
+"""By verdict; 0 for all others."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Comparison:
 def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -> Comparison:
     """Judge a candidate by finished runs."""
     task, spec = plan.task, plan.task.spec
-    keys = [(plan.key(DENSE, s), plan.key(candidate, s)) for s in plan.seeds_of(candidate)]
+    keys = [(plan.key(DENSE, s), plan.key(candidate, s)) for s in plan.seeds]
     pairs = [(results[dense], results[ours]) for dense, ours in keys]
     gaps = [_difference(dense, ours, spec.metric) for dense, ours in pairs]
     verdict: Word
@@ -101,7 +95,7 @@ def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -
         versions=ours.versions,
         date=ours.date,
     )
-    finals = [(a.outcome.final(spec.metric), b.outcome.final(spec.metric)) for a, b in pairs]
+    finals = [(a.outcome.heldout[-1][1], b.outcome.heldout[-1][1]) for a, b in pairs]
     return Comparison(candidate, record, interval, gaps, finals, reason)
 
 
@@ -114,7 +108,7 @@ def grid_step(task: Task) -> float:
 def _difference(dense: Result, ours: Result, metric: str) -> float:
     if ours.outcome.diverged:
         return math.inf
-    a, b = dense.outcome.final(metric), ours.outcome.final(metric)
+    a, b = dense.outcome.heldout[-1][1], ours.outcome.heldout[-1][1]
     return a - b if metric == "accuracy" else b / a - 1
 
 
@@ -122,8 +116,7 @@ def _unusable(pairs: Sequence[tuple[Result, Result]], metric: str, margin: float
     """Return the reason why the runs allow no verdict; empty if they do."""
     if any(dense.outcome.diverged for dense, _ in pairs):
         return "dense training itself diverged; lower --learning-rate"
-    curves = [dense.outcome.curve(metric) for dense, _ in pairs]
-    ends = [(curve[0][1], curve[-1][1]) for curve in curves]
+    ends = [(run.outcome.heldout[0][1], run.outcome.heldout[-1][1]) for run, _ in pairs]
     learnt = [b - a if metric == "accuracy" else a / b - 1 for a, b in ends]
     if not min(learnt) > margin:  # then no training at all would be equivalent
         return "dense training itself has learnt less than the margin; take more --steps"
@@ -134,5 +127,5 @@ def _unusable(pairs: Sequence[tuple[Result, Result]], metric: str, margin: float
 
 def exit_code(comparisons: Sequence[Comparison]) -> int:
     """Return 0 if all verdicts are good, 1 if one is worse, otherwise 2."""
-    codes = {EXIT_CODES[one.record.verdict] for one in comparisons}
-    return 1 if 1 in codes else max(codes, default=2)
+    codes = {EXIT_CODES.get(one.record.verdict, 0) for one in comparisons}
+    return 1 if 1 in codes else max(codes)

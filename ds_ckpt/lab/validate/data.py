@@ -33,6 +33,7 @@ VOCABULARY = 2048
 """Number of word ids of the built-in classifier."""
 _EVALUATION_EXAMPLES = 100
 _EVALUATION_SEQUENCES = 8
+EVALUATION_BATCHES = 24
 _OPTION = "--data"
 
 
@@ -46,7 +47,6 @@ class Text:
         length: of a sequence, in tokens.
         source: name of the data.
         sha256: digest of the corpus.
-        evaluation_batches: number of batches of 8 sequences, spread evenly over the held-out text.
     """
 
     train: Tensor
@@ -54,12 +54,9 @@ class Text:
     length: int
     source: str
     sha256: str
-    evaluation_batches: int = 24
 
     @classmethod
-    def of(
-        cls, corpus: Corpus, length: int, evaluation_batches: int = 24, encode: Encode | None = None
-    ) -> Text:
+    def of(cls, corpus: Corpus, length: int, encode: Encode | None = None) -> Text:
         """Build it with the ids of a tokenizer, or with bytes as tokens."""
 
         def ids(side: bytes) -> Tensor:
@@ -68,7 +65,7 @@ class Text:
             return torch.tensor(encode(side.decode(errors="replace")))
 
         train, heldout = ids(corpus.train), ids(corpus.heldout)
-        return cls(train, heldout, length, corpus.source, corpus.sha256, evaluation_batches)
+        return cls(train, heldout, length, corpus.source, corpus.sha256)
 
     def batch(self, seed: int, number: int, worker: int, rows: int) -> Inputs:
         """Return micro-batch `number` of a worker."""
@@ -77,8 +74,7 @@ class Text:
 
     def evaluation(self) -> Iterator[Inputs]:
         """Yield the held-out batches, always the same."""
-        count = self.evaluation_batches
-        held_out = self.heldout, _EVALUATION_SEQUENCES, self.length, count
+        held_out = self.heldout, _EVALUATION_SEQUENCES, self.length, EVALUATION_BATCHES
         for ids in workload.evaluation_batches(*held_out, process=0, processes=1):
             yield {"input_ids": ids, "labels": ids}
 

@@ -31,12 +31,7 @@ _SHIFT = 2.93
 class Interval:
     """Student's t interval around the mean of `count` differences.
 
-    Attributes:
-        mean: of the differences.
-        low: lower end.
-        high: upper end.
-        spread: standard deviation of one difference.
-        count: number of differences.
+    `spread` is the standard deviation of one difference.
     """
 
     mean: float

@@ -32,8 +32,6 @@ from ds_ckpt.lab.workload import versions
 Mode = Literal["virtual", "processes"]
 SAMPLE_EVERY = 10
 """Steps between two measurements of the residuals."""
-LOSSLESS_SEEDS = 2
-"""Bits either agree or differ: two seeds show it."""
 Results = Mapping[str, Result]
 """By `Plan.key`."""
 Report = Callable[[str, int, float], object]
@@ -112,22 +110,13 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candi
 class Plan:
     """All runs of a task.
 
-    Attributes:
-        task: what is trained.
-        candidates: to compare with dense training.
-        seeds: of weights and data.
-        mode: virtual workers or ZeRO-3 ranks.
+    Every candidate is trained and compared with dense training for every seed.
     """
 
     task: Task
     candidates: Sequence[Candidate]
     seeds: Sequence[int]
     mode: Mode = "virtual"
-
-    def seeds_of(self, candidate: Candidate) -> Sequence[int]:
-        """Return all seeds, or fewer if a candidate is lossless."""
-        every = candidate.lossy or candidate.name == DENSE.name
-        return self.seeds if every else self.seeds[:LOSSLESS_SEEDS]
 
     def key(self, candidate: Candidate, seed: int) -> str:
         """Return a digest of everything that a run's numbers depend on."""
@@ -142,7 +131,7 @@ class Plan:
         """Return the runs without a result, by seed and dense ones first, equal ones once."""
         wanted: dict[str, tuple[int, Candidate]] = {}
         for candidate in (DENSE, *self.candidates):
-            for seed in self.seeds_of(candidate):
+            for seed in self.seeds:
                 if (key := self.key(candidate, seed)) not in results:
                     wanted.setdefault(key, (seed, candidate))
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))

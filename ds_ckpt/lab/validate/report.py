@@ -45,7 +45,7 @@ def document(comparisons: Sequence[Comparison]) -> Document:
         [_cells(one) for one in comparisons],
         prose=True,
         meanings=[meaning for _, meaning in _COLUMNS],
-        tones=[tones[EXIT_CODES[one.record.verdict]] for one in comparisons],
+        tones=[tones[EXIT_CODES.get(one.record.verdict, 0)] for one in comparisons],
         page_only=("compressed",),
     )
     chart = Rows(
@@ -76,7 +76,7 @@ def _cells(one: Comparison) -> list[str]:
 def _value(one: Comparison, value: float) -> str:
     if one.record.metric == "accuracy":
         return f"{value:.1%}"
-    return f"{value:.4f} (perplexity {math.exp(min(value, 700)):.3f})"
+    return f"{value:.4f}"
 
 
 def _difference(one: Comparison) -> str:

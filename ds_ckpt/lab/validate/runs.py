@@ -22,8 +22,6 @@ from ds_ckpt.lab.validate.world import Step
 
 Progress = Callable[[int, float], object]
 """(steps done, last loss)."""
-Curve = list[tuple[int, float]]
-"""(steps done, held-out loss or accuracy), before and after training."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +29,16 @@ class Outcome:
     """Result of a run.
 
     Attributes:
-        heldout: held-out losses.
-        accuracy: held-out accuracies; empty for language modelling.
+        heldout: (steps done, held-out loss or accuracy) before and after training.
         left: (steps done, compression error, residual norm) of the sampled steps.
         digest: of every micro-step's loss and of the final evaluation, bit for bit.
         diverged: the loss was not finite, and the run was stopped.
     """
 
-    heldout: Curve
-    accuracy: Curve
+    heldout: list[tuple[int, float]]
     left: list[tuple[int, float, float]]
     digest: str
     diverged: bool
-
-    def curve(self, metric: str) -> Curve:
-        """Return held-out loss or accuracy over steps."""
-        return self.accuracy if metric == "accuracy" else self.heldout
-
-    def final(self, metric: str) -> float:
-        """Return the last value of a metric."""
-        return self.curve(metric)[-1][1]
 
 
 def train(
@@ -62,25 +50,12 @@ def train(
 ) -> Outcome:
     """Train to the end, or until the loss is not finite.
 
-    Args:
-        task: evaluates; reset to the run's seed.
-        model: or engine to evaluate.
-        train_step: takes an optimizer step.
-        steps: length of the run.
-        progress: called at every tenth step and the last.
+    `task` is reset to the run's seed and evaluates `model`, or an engine. `progress` is called at
+    every tenth step and the last.
     """
-    heldout: Curve = []
-    accuracy: Curve = []
+    heldout = [(0, task.evaluate(model))]
     left: list[tuple[int, float, float]] = []
     digest, diverged, done = hashlib.sha256(), False, 0
-
-    def evaluate() -> None:
-        loss, share = task.evaluate(model)
-        heldout.append((done, loss))
-        if share is not None:
-            accuracy.append((done, share))
-
-    evaluate()
     while done < steps and not diverged:
         step = train_step()
         done, loss = done + 1, sum(step.losses) / len(step.losses)
@@ -90,23 +65,18 @@ def train(
         diverged = step.skipped or not math.isfinite(loss)
         if progress is not None and (done % 10 == 0 or done == steps):
             progress(done, loss)
-    evaluate()
+    heldout.append((done, task.evaluate(model)))
     diverged |= not math.isfinite(heldout[-1][1])
     digest.update(heldout[-1][1].hex().encode())
-    return Outcome(heldout, accuracy, left, digest.hexdigest(), diverged)
+    return Outcome(heldout, left, digest.hexdigest(), diverged)
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished run.
 
-    Attributes:
-        key: digest of everything that the run depends on, see `Plan.key`.
-        name: candidate and seed, for readers.
-        outcome: of the training.
-        sixteen_bit_bytes: bytes that the busiest worker sends in a compressed step with bf16.
-        versions: of the packages.
-        date: of the run.
+    `key` is `Plan.key`, `name` is for readers, and `sixteen_bit_bytes` are those that the busiest
+    worker sends in a compressed step with bf16 gradients.
     """
 
     key: str

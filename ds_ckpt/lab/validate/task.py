@@ -37,18 +37,13 @@ class TaskSpec:
     Attributes:
         kind: `language` (held-out loss) or `labelled` (accuracy of a classifier).
         data: a file; None is the embedded corpus.
-        model: name or folder of a checkpoint; None is a small new model.
+        model: name or folder of a checkpoint; None is a new model of `hidden_size` and `layers`.
         world: number of workers or ranks. A rank's own part of a gradient is exact in every
             method, so a few of them lose less than many.
         batch: sequences or examples of a micro-batch.
         length: of a sequence, in tokens.
         accumulation: micro-batches of a step.
-        steps: of each run.
-        learning_rate: maximum of the schedule.
-        betas: of AdamW.
         dense_correction: momentum correction of dense runs, after the longest warm-up.
-        hidden_size: of the new model.
-        layers: of the new model.
     """
 
     kind: Kind = "language"
@@ -89,16 +84,16 @@ class TaskSpec:
         """Describe the task in a few words."""
         name = Path(self.data).name if self.data else "the embedded corpus"
         verb = "language modelling" if self.kind == "language" else "fine-tuning"
-        found = f"{verb} on {name}"
+        words = [f"{verb} on {name}"]
         if self.accumulation > 1:
-            found += f", {self.accumulation} micro-batches a step"
+            words.append(f"{self.accumulation} micro-batches a step")
         if self.learning_rate != make_spec(self.kind, model=self.model).learning_rate:
-            found += f", learning rate {self.learning_rate:g}"
+            words.append(f"learning rate {self.learning_rate:g}")
         if tuple(self.betas) != BETAS:
-            found += f", betas {self.betas[0]:g}, {self.betas[1]:g}"
+            words.append(f"betas {self.betas[0]:g}, {self.betas[1]:g}")
         if self.dense_correction:
-            found += f", dense correction {self.dense_correction:g}"
-        return found
+            words.append(f"dense correction {self.dense_correction:g}")
+        return ", ".join(words)
 
 
 DEFAULTS: dict[Kind, dict[str, Any]] = {
@@ -184,22 +179,17 @@ class Task:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module) -> tuple[float, float | None]:
-        """Evaluate the model, or an engine, on the held-out data.
-
-        Returns:
-            Mean loss in nats, and accuracy (None for language modelling).
-        """
-        losses, right, rows = [], 0, 0
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """Return the held-out loss in nats, or accuracy, of the model or an engine."""
+        losses, right = [], []
         model.eval()
         for inputs in map(self._moved, self.data.evaluation()):
             output = model(**inputs)
             losses.append(output.loss.double())
             if isinstance(self.data, Examples):
-                right += int((output.logits.argmax(-1) == inputs["labels"]).sum())
-                rows += len(inputs["labels"])
+                right.append(output.logits.argmax(-1) == inputs["labels"])
         model.train()
-        return float(torch.stack(losses).mean()), right / rows if rows else None
+        return float(torch.cat(right).double().mean() if right else torch.stack(losses).mean())
 
 
 def _digest(model: torch.nn.Module) -> str:

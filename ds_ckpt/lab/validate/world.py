@@ -37,8 +37,6 @@ class Recipe:
     Attributes:
         steps: length of the schedule.
         learning_rate: its maximum.
-        warmup_ratio: share of the steps in which the learning rate rises.
-        min_lr_ratio: last learning rate over the maximum; 1 and no warm-up is a constant rate.
         clip: largest norm of the averaged gradient; 0 disables clipping.
         momentum_correction: of AdamW's first moment in uncompressed steps (`zero3/momentum.py`).
         correction_start: number of steps without that correction.
@@ -48,30 +46,25 @@ class Recipe:
     learning_rate: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
-    warmup_ratio: float = 0.1
-    min_lr_ratio: float = 0.05
     clip: float = 1.0
     momentum_correction: float = 0.0
     correction_start: int = 0
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        rising = round(self.warmup_ratio * self.steps)
+        """Return the learning rate of a step, counted from 0: it rises in a tenth of the steps."""
+        rising = round(0.1 * self.steps)
         if step < rising:
             return self.learning_rate * (step + 1) / rising
-        done = (step - rising) / max(1, self.steps - rising)
-        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
+        done = min(1.0, (step - rising) / max(1, self.steps - rising))
+        return self.learning_rate * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
 
 
 @dataclass(frozen=True)
 class Step:
     """Result of an optimizer step.
 
-    Attributes:
-        losses: of every micro-step and worker, in the order of virtual workers.
-        skipped: the gradient was not finite, and no weight changed.
-        left: residual statistics; None unless the step was sampled and compressed.
+    `losses` are of every micro-step and worker, in the order of virtual workers. `left` is None
+    unless the step was sampled and compressed. A skipped step changes no weight.
     """
 
     losses: tuple[float, ...]
