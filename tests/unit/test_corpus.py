@@ -27,13 +27,12 @@ def corpus() -> Corpus:
     return embedded_corpus()
 
 
-def test_about_a_tenth_is_held_out(corpus: Corpus) -> None:
+def test_another_process_with_another_hash_seed_gets_the_same(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     share = len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout))
     assert share == pytest.approx(HELDOUT_SHARE, rel=0.2)
     assert len(corpus.train) > 1_000_000
-
-
-def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) -> None:
     code = "from ds_ckpt.lab.workload import embedded_corpus as c; print(c().sha256)"
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -43,59 +42,37 @@ def test_another_process_with_another_hash_seed_gets_the_same(corpus: Corpus) ->
         check=True,
         timeout=120,
     )
-    assert run.stdout.strip() == corpus.sha256
+    corpus.save(tmp_path)
+    assert run.stdout.strip() == corpus.sha256 == load_corpus(tmp_path).sha256
 
 
 def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:
     topics = {f"t{i}": f"<{i}>".encode() * (50 + i) for i in range(100)}
-    backwards = dict(reversed(topics.items()))
     found = split_topics(topics, source="x")
-    assert found == split_topics(backwards, source="x")
+    assert found == split_topics(dict(reversed(topics.items())), source="x")
     # and no topic stands on both sides
     assert all((text in found.train) != (text in found.heldout) for text in topics.values())
 
 
-def test_saved_and_loaded(corpus: Corpus, tmp_path: Path) -> None:
-    corpus.save(tmp_path / "corpus")
-    assert load_corpus(tmp_path / "corpus").sha256 == corpus.sha256
-
-
 def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
     def batch(seed: int, step: int, process: int) -> torch.Tensor:
-        return training_batch(
-            corpus.train, sequences=3, sequence_length=64, seed=seed, step=step, process=process
-        )
+        return training_batch(corpus.train, 3, 64, seed, step, process)
 
     first = batch(1, 5, 0)
     assert torch.equal(first, batch(1, 5, 0))
-    assert first.shape == (3, 64)
-    assert first.dtype == torch.int64
+    assert (first.shape, first.dtype) == ((3, 64), torch.int64)
     for other in (batch(1, 6, 0), batch(1, 5, 1), batch(2, 5, 0)):
         assert not torch.equal(first, other)
+    with pytest.raises(ConfigError, match="a sequence takes 64"):
+        training_batch(b"x" * 64, 1, 64, seed=0, step=0, process=0)
 
 
 def test_evaluation_deals_every_window_to_one_process(corpus: Corpus) -> None:
     def windows(process: int, processes: int, batches: int) -> list[tuple[int, ...]]:
-        dealt = evaluation_batches(
-            corpus.heldout,
-            sequences=2,
-            sequence_length=32,
-            batches=batches,
-            process=process,
-            processes=processes,
-        )
+        dealt = evaluation_batches(corpus.heldout, 2, 32, batches, process, processes)
         return [tuple(row.tolist()) for batch in dealt for row in batch]
 
     assert sorted(windows(0, 2, 3) + windows(1, 2, 3)) == sorted(windows(0, 1, 6))
-
-
-def test_a_text_file_is_split_too(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"Paragraph {i}. " + "word " * 120 for i in range(200)))
-    corpus = file_corpus(path)
-    assert corpus.heldout
-    assert len(corpus.train) > 5 * len(corpus.heldout)
-    assert file_corpus(path) == corpus
 
 
 @pytest.mark.parametrize("content", [None, "", "a short text\n\n"])
@@ -108,8 +85,3 @@ def test_a_file_that_cannot_serve_is_refused_with_words(
     with pytest.raises(ConfigError, match="--text") as caught:
         file_corpus(path)
     assert "fix:" in str(caught.value)
-
-
-def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a window takes 64 bytes"):
-        training_batch(b"x" * 64, sequences=1, sequence_length=64, seed=0, step=0, process=0)

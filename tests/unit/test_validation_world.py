@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ds_ckpt.compression import EntropyCoded, LowRank, Quantize
 from ds_ckpt.compression.topk import TopK
@@ -57,16 +55,6 @@ def mean(of: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(column).double().mean(0).flatten() for column in columns]
 
 
-@given(st.integers(1, 9), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
-def test_dense_is_the_mean(world: int, seed: int) -> None:
-    given_ = gradients(world, seed)
-    expected = mean(given_)
-    got = workers(DENSE, world).average(given_)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_not_delivered_is_owed(name: str, world: int) -> None:
@@ -93,16 +81,6 @@ def test_what_is_not_delivered_is_owed(name: str, world: int) -> None:
     for old, new in zip(before, ours.residuals(), strict=True):
         assert old.keys() == new.keys()
         assert all(torch.equal(old[n], new[n]) for n in old)
-
-
-def test_micro_steps_are_held_back_until_the_boundary() -> None:
-    ours, at_once = workers(LOSSY["4 bits"], 2, accumulation=2), workers(LOSSY["4 bits"], 2)
-    first, second = gradients(2, 0), gradients(2, 1)
-    both = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
-    assert not any(bool(t.any()) for t in ours.average(first, at_boundary=False))
-    assert ours.sent_bytes == 0
-    for a, b in zip(ours.average(second), at_once.average(both), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 class _Net(torch.nn.Module):
@@ -135,27 +113,6 @@ def training(
     return model, InProcessWorld(
         model, loss, given_, settings, workers=world, accumulation=accumulation
     )
-
-
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.05), (3, 0.0)])
-def test_dense_workers_train_as_one_large_batch(accumulation: int, clip: float) -> None:
-    world = 4
-    model, ours = training(DENSE, world=world, accumulation=accumulation, clip=clip)
-    reference = _Net()
-    optimizer = torch.optim.AdamW(reference.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    recipe = Recipe(steps=8, learning_rate=1e-2)
-    for step in range(8):
-        ours.train_step()
-        x = torch.cat([data(step, m, w) for m in range(accumulation) for w in range(world)])
-        optimizer.zero_grad(set_to_none=False)
-        torch.nn.functional.mse_loss(reference(x), x[:, :3].sin()).backward()
-        reference.idle.weight.grad = torch.zeros(1, 2)
-        reference.idle.bias.grad = torch.zeros(1)
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), clip or 1e9)
-        optimizer.param_groups[0]["lr"] = recipe.rate(step)
-        optimizer.step()
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_warm_up_is_the_dense_run_which_can_have_a_correction() -> None:
