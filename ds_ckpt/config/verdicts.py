@@ -23,8 +23,6 @@ from ds_ckpt.telemetry.timings import ResidualStats
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
-LEEWAY = 1.25
-"""Limits over the largest validated values: another batch is no alarm."""
 Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 Loss = Literal["equal", "any"] | float
 """Accepted loss: none that validation found, any, or a share of the loss."""
@@ -215,16 +213,3 @@ def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
     worst_first = sorted(verdicts, key=lambda one: -one.interval[1] if one.interval else -math.inf)
     return ["accuracy against dense, plus is worse:", *(f"  {v.describe()}" for v in worst_first)]
-
-
-def largest(seen: Iterable[ResidualStats]) -> ResidualStats | None:
-    """Return the largest values; None if there are none."""
-    each = list(seen)
-    if not each:
-        return None
-    return ResidualStats(max(s.error for s in each), max(s.residual_norm for s in each))
-
-
-def with_leeway(seen: ResidualStats) -> ResidualStats:
-    """Return limits for a run like the validated one; an error cannot exceed 1."""
-    return ResidualStats(min(1.0, LEEWAY * seen.error), LEEWAY * seen.residual_norm)

@@ -35,7 +35,7 @@ def train(
 
 def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int = 1) -> Any:
     """Train under a guard: after each step whether it has fallen back and what was seen; what the
-    log said; whether a checkpoint keeps it; bytes of the last step."""
+    log said; whether a checkpoint keeps it."""
     fresh()
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
     with hearing() as heard:
@@ -43,14 +43,12 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         session = ds_ckpt.session_of(engine)
         assert session is not None
         assert session.guard is not None
-        back, seen, sent = [], [], 0
+        back, seen = [], []
         for step in range(steps):
-            sent = session.counters.bytes_sent[Purpose.REDUCE]
             models.train(engine, "llama", 1, first=step)
             back.append(session.exchange.step.is_disabled)
             last = session.guard.last
             seen.append(None if last is None else (last.error, last.residual_norm))
-        sent = session.counters.bytes_sent[Purpose.REDUCE] - sent
         owed = sum(float(r.abs().sum()) for r in session.residuals.values())
         engine.save_checkpoint(folder, tag="mine")
         engine.destroy()
@@ -63,7 +61,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         resumed = session.exchange.step.is_disabled
         engine.destroy()
     said = [line for line in heard if "guard: step" in line]
-    return {"back": back, "seen": seen, "said": said, "sent": sent, "owed": owed, "kept": resumed}
+    return {"back": back, "seen": seen, "said": said, "owed": owed, "kept": resumed}
 
 
 def validated(spec: dict[str, Any], files: list[str]) -> Any:

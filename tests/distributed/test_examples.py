@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt.config import load_file, parse
 from ds_ckpt.lab.hosts.backends import Loopback
 from ds_ckpt.lab.hosts.launcher import deepspeed
 
@@ -31,17 +32,10 @@ def _losses(said: str) -> list[float]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_it_is_short_and_says_how_it_is_run(script: Path) -> None:
+def test_it_is_short_and_valid_and_says_how_it_is_run(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert 40 <= len(text.splitlines()) <= 85
     assert f"examples/{script.name}" in (ast.get_docstring(ast.parse(text)) or "")
-    assert script.with_suffix(".json").exists()
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_its_configuration_is_valid(script: Path) -> None:
-    from ds_ckpt.config import load_file, parse
-
     parse(load_file(script.with_suffix(".json")))
 
 

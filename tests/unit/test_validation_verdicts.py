@@ -93,15 +93,6 @@ def test_a_record_speaks_for_settings_not_for_files(shipped: Path) -> None:
     assert verdicts_on(compression()) == []
 
 
-def test_few_workers_do_not_speak_for_many(shipped: Path) -> None:
-    four = compression(**FOUR)
-    write_verdicts(shipped, [record(four, workers=8, verdict="worse")])
-    write_verdicts(shipped, [record(four, workers=2)])
-    found = verdicts_on(four)
-    assert [(r.workers, r.verdict) for r in found] == [(2, "equivalent"), (8, "worse")]
-    assert found[1].describe().endswith("5 seeds of 300 steps, 8 workers")
-
-
 def test_keys_that_are_newer_than_a_record_count_at_their_defaults(shipped: Path) -> None:
     four = compression(**FOUR)
     old = record(four)
@@ -122,14 +113,21 @@ def test_the_file_beside_comes_before_the_package_s(shipped: Path, tmp_path: Pat
     assert [(r.task, r.verdict) for r in found] == [("a task", "inconclusive"), ("other", "worse")]
 
 
-def test_a_new_verdict_takes_the_old_one_s_place(tmp_path: Path) -> None:
-    four, path = compression(**FOUR), tmp_path / "v.json"
-    write_verdicts(path, [record(four, verdict="worse"), record(four, task="b")])
-    write_verdicts(path, [record(four, seeds=9)])
-    assert [(r.task, r.verdict, r.seeds) for r in read_verdicts(path)] == [
-        ("a task", "equivalent", 9),
-        ("b", "equivalent", 5),
-    ]
+def test_a_new_verdict_takes_the_old_one_s_place(shipped: Path) -> None:
+    four = compression(**FOUR)
+    write_verdicts(shipped, [record(four, verdict="worse"), record(four, workers=8)])
+    write_verdicts(shipped, [record(four, seeds=9)])
+    found = verdicts_on(four)  # few workers do not speak for many
+    assert [(r.workers, r.verdict, r.seeds) for r in found] == [
+        (2, "equivalent", 9), (8, "equivalent", 5),
+    ]  # fmt: skip
+    assert found[1].describe().endswith("5 seeds of 300 steps, 8 workers")
+    open_above, open_below = (
+        record(four, verdict="inconclusive", interval=interval).describe()
+        for interval in ((-0.002, 0.006), (-0.006, 0.002))
+    )
+    assert "not worse" not in open_above
+    assert "margin 0.5%: not worse by it" in open_below
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -143,17 +141,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["validate", str(config)])
     assert found.exit_code == 1
     assert "verdicts.json" in found.output
-
-
-# the presets
-
-
-def test_an_open_verdict_says_which_side_is_open() -> None:
-    section = compression(**FOUR)
-    open_above = record(section, verdict="inconclusive", interval=(-0.002, 0.006))
-    open_below = record(section, verdict="inconclusive", interval=(-0.006, 0.002))
-    assert "not worse" not in open_above.describe()
-    assert "margin 0.5%: not worse by it" in open_below.describe()
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
@@ -176,10 +163,7 @@ def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> N
 
 
 def test_the_default_preset_passed_and_the_aggressive_one_did_not() -> None:
-    def words(name: str) -> dict[str, str]:
-        config = parse(load_file(ROOT / "ds_configs" / name)).compression
-        return {r.task: r.verdict for r in verdicts_on(config)}
-
     language = "language modelling on the embedded corpus"
-    assert words("zero3_4bit.json")[language] == "equivalent"
-    assert words("zero3_topk_1pct.json")[language] == "worse"
+    for name, wanted in (("4bit", "equivalent"), ("topk_1pct", "worse")):
+        config = parse(load_file(ROOT / "ds_configs" / f"zero3_{name}.json")).compression
+        assert {r.task: r.verdict for r in verdicts_on(config)}[language] == wanted

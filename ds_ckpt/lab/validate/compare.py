@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.config.verdicts import VerdictRecord, Word, decisive, largest
+from ds_ckpt.config.verdicts import VerdictRecord, Word, decisive
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.equivalence import Interval, judge, more_seeds
 from ds_ckpt.lab.validate.experiment import DENSE, Candidate, Plan, Results
@@ -72,7 +72,7 @@ def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -
         verdict = "identical" if same else "different"
     finished = [ours for (_, ours), gap in zip(pairs, gaps, strict=True) if math.isfinite(gap)]
     warm_up, (dense, ours) = candidate.warm_up(spec), pairs[0]
-    left = [ResidualStats(*row[1:]) for r in finished for row in r.outcome.left if row[0] > warm_up]
+    left = [row[1:] for run in finished for row in run.outcome.left if row[0] > warm_up]
     record = VerdictRecord(
         preset=candidate.name,
         settings=decisive(candidate.plugin.compression),
@@ -91,7 +91,7 @@ def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -
         warm_up=warm_up,
         workers=spec.world,
         mode=plan.mode,
-        left=largest(left),
+        left=ResidualStats(*map(max, zip(*left, strict=True))) if left else None,
         versions=ours.versions,
         date=ours.date,
     )

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ds_ckpt.config.verdicts import with_leeway
 from ds_ckpt.lab.report.charts import Rows
 from ds_ckpt.lab.report.document import Code, Document, Items, Paragraph, Plot, Section, Table
 from ds_ckpt.lab.validate.compare import EXIT_CODES, Comparison
+from ds_ckpt.telemetry.timings import ResidualStats
 
 TITLE = "Accuracy: dense training against compression"
 _OPENING = (
@@ -17,6 +17,7 @@ _OPENING = (
     "Equivalent: two one-sided t-tests at 5% reject a difference as large as the margin on either "
     "side, so the 90% interval lies inside it. Worse: the interval lies beyond it."
 )
+_LEEWAY = 1.25
 _LIMITS = "Add one of these to the compression section: the largest values seen, plus 25%."
 _DIFFERENCES = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
 _COLUMNS = (
@@ -57,7 +58,7 @@ def document(comparisons: Sequence[Comparison]) -> Document:
         shaded=100 * first.margin,
     )
     margin = Paragraph(f"Margin {100 * first.margin:g}{unit}.")
-    limits = [_guard(one) for one in comparisons if one.record.left is not None]
+    limits = [_guard(one, left) for one in comparisons if (left := one.record.left) is not None]
     sections = [
         Section(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
         Section("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
@@ -100,13 +101,10 @@ def _percent(one: Comparison) -> tuple[float, float, float] | None:
     return 100 * one.interval.low, 100 * one.interval.mean, 100 * one.interval.high
 
 
-def _guard(one: Comparison) -> str:
-    assert one.record.left is not None
-    limit = with_leeway(one.record.left)
-    return (
-        f'{one.candidate.name}: "guard": {{"action": "warn", "error": {limit.error:.3g}, '
-        f'"residual_norm": {limit.residual_norm:.3g}}}'
-    )
+def _guard(one: Comparison, left: ResidualStats) -> str:
+    error, norm = min(1.0, _LEEWAY * left.error), _LEEWAY * left.residual_norm
+    limits = f'"error": {error:.3g}, "residual_norm": {norm:.3g}'
+    return f'{one.candidate.name}: "guard": {{"action": "warn", {limits}}}'
 
 
 def _conditions(comparisons: Sequence[Comparison]) -> list[str]:
