@@ -19,26 +19,15 @@ CHUNK = 1 << 22
 
 
 class Whole:
-    """The new weights themselves. Their size is known, and they never leave the device.
-
-    Attributes:
-        name: The encoding, for the start line and the log.
-        on_device: Whether payloads stay on the shard's device, and their size is known; else they
-            are CPU tensors.
-    """
+    """The new weights themselves. Payloads stay on the shard's device, and their size is known."""
 
     name = "uncompressed"
     on_device = True
 
     def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        """Update `held` to the rounded master weights, and encode the change.
+        """Update the owner's flat shard `held` to the rounded master weights; return uint8.
 
-        Args:
-            held: The owner's shard before the step, flat; updated in place.
-            master: Optimizer weights after the step, same shape and device.
-
-        Returns:
-            uint8; it may share memory with `held`.
+        The result may share memory with `held`.
         """
         return held.copy_(master).view(torch.uint8)
 
@@ -68,14 +57,10 @@ ChangeCodec = Whole | Lossless
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """P = nodes x local ranks; the ranks of a node are consecutive.
+    """P = nodes x local ranks; the ranks of a node are consecutive, and `inside` is their group.
 
     Shard k has one replica on each node, at the local rank k // nodes: the rank whose part of the
     node's copy contains that shard.
-
-    Attributes:
-        rank: This rank.
-        inside: Process group of this rank's node.
     """
 
     nodes: int

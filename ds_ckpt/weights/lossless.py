@@ -55,17 +55,10 @@ _HUFFMAN_ONLY: dict[int, int] = {
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """Encode the change from `old` to `new`, exactly.
+    """Encode the change between two flat tensors of bf16 or fp16 on one device, exactly.
 
-    Args:
-        old: bf16 or fp16, flat, contiguous.
-        new: Same dtype, shape and device.
-
-    Returns:
-        uint8 on the CPU, at most 2 bytes per element and 8 per chunk.
-
-    Raises:
-        TypeError: Another dtype.
+    Returns uint8 on the CPU, at most 2 bytes per element and 8 per chunk. Raises TypeError for
+    another dtype.
     """
     mantissa = _mantissa(old)
     chunks = zip(
@@ -78,13 +71,7 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
 def decode_(weights: Tensor, payload: Tensor) -> None:
     """Turn the old weights into the new ones, in place.
 
-    Args:
-        weights: Equal to `old` of `encode`.
-        payload: Returned by `encode`.
-
-    Raises:
-        TypeError: The dtype is neither bf16 nor fp16.
-        ValueError: The payload is damaged, or of other weights.
+    Raises TypeError for another dtype, ValueError for a damaged payload or one of other weights.
     """
     mantissa = _mantissa(weights)
     data, at = memoryview(payload.numpy().tobytes()), 0

@@ -42,7 +42,7 @@ class ReplicaTransfer:
         layout: Ranks and replicas.
         group: All ranks, for this traffic alone: it runs beside other collectives.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments.
-        device: Device of the collective.
+        device: Returns the device of the collective.
     """
 
     def __init__(
@@ -68,10 +68,7 @@ class ReplicaTransfer:
     def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:
         """Send one packet per chunk, uint8, as far as the bound allows.
 
-        Args:
-            packets: On the CPU or on the device.
-            is_fixed_size: Whether packets have the same sizes on all ranks; else sizes are sent
-                first.
+        With `is_fixed_size` packets have the same sizes on all ranks; else sizes are sent first.
         """
         sizes = [packet.numel() for packet in packets]
         by_owner = dict.fromkeys(self._others, sizes) if is_fixed_size else self.exchange(sizes)

@@ -65,12 +65,7 @@ def wrap_checkpoints(
 ) -> None:
     """Wrap `engine.save_checkpoint` and `load_checkpoint`; `patches` undoes it.
 
-    Args:
-        engine: DeepSpeed's engine.
-        files: State of the plugin.
-        patches: Records the originals.
-        drop_step: Drops the step in progress, which a load replaces.
-        loading: Surrounds DeepSpeed's load.
+    `drop_step` drops the step in progress, which a load replaces; `loading` surrounds a load.
     """
     save, load = engine.save_checkpoint, engine.load_checkpoint
     save_signature, load_signature = inspect.signature(save), inspect.signature(load)

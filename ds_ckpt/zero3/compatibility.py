@@ -49,9 +49,7 @@ class Symbol:
         path: `module:qualified.name`.
         signature: Its parameters, or the type of an object.
         digests: Its source in supported versions.
-        why: Its use.
-        since: First version that has it; "" for all.
-        until: Last version that has it; "" for all.
+        since, until: First and last version that has it; "" for no bound.
     """
 
     path: str
@@ -333,20 +331,10 @@ def check_identity(
     deepspeed_reduce: Reduce,
     group: Any,
 ) -> bool:
-    """Reduce copies of the bucket both ways, and compare. Collective.
+    """Reduce copies of a bucket's full gradients both ways, and compare. Collective.
 
-    Args:
-        names: Parameters, for the error.
-        tensors: Full gradients of this rank.
-        ours: A reduction that sends everything.
-        deepspeed_reduce: DeepSpeed's reduction over `group`.
-        group: Process group.
-
-    Returns:
-        False if a gradient was not finite, and nothing was compared.
-
-    Raises:
-        ContractError: On every rank, if the results differ on one.
+    Returns False if a gradient was not finite, and nothing was compared. Raises ContractError on
+    every rank, with the parameters' names, if the results differ on one.
     """
     expected = deepspeed_reduce([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])

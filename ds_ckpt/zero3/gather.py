@@ -30,10 +30,7 @@ _PREFIX = "_PartitionedParameterCoordinator__"
 class GatherHook:
     """Wraps one engine's parameter coordinator. `detach()` restores it.
 
-    Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer.
-        counters: Gathers are counted there.
-        share: Keep what a recomputation gathered for backward; False only counts.
+    With `share` it keeps what a recomputation gathered for backward; else it only counts.
 
     Attributes:
         around_post_step: Called in place of the optimizer's `_post_step`, with it as argument.

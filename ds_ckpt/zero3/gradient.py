@@ -63,15 +63,16 @@ class BucketExchange(Protocol):
 class GradientHook:
     """Routes one ZeRO-3 optimizer's buckets to a `BucketExchange` until `detach()`.
 
+    Without an exchange it only counts, and DeepSpeed's own reduction runs.
+
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
-        names: parameter name by `ds_id`.
-        exchange: None only counts, and DeepSpeed's own reduction runs.
-        verify: an exchange that sends everything, if DeepSpeed's source has changed: the first
+        names: Parameter name by `ds_id`.
+        verify: An exchange that sends everything, if DeepSpeed's source has changed: the first
             finite bucket is compared with DeepSpeed's own reduction.
 
     Attributes:
-        before_forward: called as each forward begins.
+        before_forward: Called as each forward begins.
     """
 
     def __init__(
@@ -198,11 +199,7 @@ class GradientHook:
         return self._exchange.reduce(names, tensors, **how)
 
     def drop_step(self) -> None:
-        """Drop the gradients of the step under way and everything its exchanges left pending.
-
-        All micro-steps of an accumulated step go: they cannot be told apart. Without an exchange
-        this has no effect.
-        """
+        """Drop the step under way: gradients of all its micro-steps, and their residuals."""
         if self._exchange is None:
             return
         self._exchange.rollback()

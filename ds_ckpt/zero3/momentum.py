@@ -29,13 +29,8 @@ def corrected(
 ) -> Iterator[None]:
     """Have an optimizer of Adam's kind step by u where it would by m.
 
-    With (1 - a) b1 in the place of b1 it computes u; then m is computed from u.
-
-    Args:
-        optimizer: Adam or AdamW.
-        group: Index in `optimizer.param_groups`.
-        parameters: Those that it steps inside, once; their gradients stay.
-        correction: a, below 1; 0 changes nothing.
+    With (1 - a) b1 in the place of b1 it computes u; then m is computed from u. `parameters` are
+    those of param group `group` that it steps inside, once; `correction` is a, below 1.
     """
     holder = optimizer.param_groups[group]
     own = holder["betas"]

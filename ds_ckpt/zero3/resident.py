@@ -19,13 +19,8 @@ HOST_COPY = "a host's copy of the weights, this process's part"
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
     """Return a rank's bytes of a node's copy of the weights (resident weights, and hpZ's own).
 
-    ZeRO-3 pads each parameter to equal shards, one per rank. The ranks of a node divide them.
-
-    Args:
-        counts: Elements of each parameter, frozen ones included.
-        processes: Ranks that share the model, a multiple of `per_host`.
-        per_host: Ranks of a node.
-        itemsize: Bytes per element.
+    `counts` are elements of each parameter, frozen ones included. ZeRO-3 pads each parameter to
+    equal shards, one per rank, and the ranks of a node divide them.
     """
     return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
@@ -44,7 +39,7 @@ def transient_bytes(
 
     ZeRO-3 keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
     (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is half
-    of the distance, there and back. `stage3_max_live_parameters` bounds the prefetch only.
+    of the distance, there and back.
 
     Args:
         released: Elements of each parameter that is not persistent.
@@ -63,12 +58,7 @@ def transient_bytes(
 
 
 def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """Return bytes by purpose.
-
-    Args:
-        engine: DeepSpeed's engine, with its ZeRO-3 optimizer.
-        blocks: Gathered one at a time.
-    """
+    """Return bytes by purpose; `blocks` are gathered one at a time."""
     optimizer, device = engine.optimizer, torch.device(engine.device)
     offload = optimizer.parameter_offload
     parameters: list[Any] = list(engine.module.parameters())

@@ -16,14 +16,8 @@ _T = TypeVar("_T")
 def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _T:
     """Run `action` on every rank of the group; if it fails on one, all raise.
 
-    Args:
-        action: Must not call a collective.
-        group: Process group; None for all ranks.
-        what: Names the action for ranks on which it succeeded.
-
-    Raises:
-        Exception: This rank's own failure.
-        StateError: Another rank failed; with its message.
+    `action` must not call a collective. `what` names it for the ranks on which it succeeded: they
+    raise StateError with the message of one that failed.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -89,9 +89,6 @@ class WeightsHook:
         group: All ranks, for this traffic alone.
         all_to_all_single: `torch.distributed`'s function, or one of the same arguments that counts.
         codec: Encoding of the changes; may be replaced between steps.
-        counters: Bytes and gathers are counted there.
-        gather_hook: Surrounds DeepSpeed's `_post_step`.
-        gradient_hook: Calls back before each forward.
     """
 
     def __init__(
@@ -388,11 +385,7 @@ class WeightsHook:
             _copy(held.split([piece.size for piece in chunk]), replicas)
 
     def check(self) -> bool:
-        """Compare replicas with their owners by checksums; gather anew if any differ. Collective.
-
-        Returns:
-            Whether all were equal.
-        """
+        """Compare checksums of replicas and owners; gather anew if any differ. Collective."""
         self.drain()
         params = self._params  # including frozen ones
         own = [_checksum(param.ds_tensor.data) for param in params]
