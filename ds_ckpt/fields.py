@@ -26,7 +26,7 @@ class Requires:
     """Setting without which the marked key has no effect.
 
     Attributes:
-        key: a key of the same section, `section.key` below `ds_ckpt`, or `$.key` of DeepSpeed.
+        key: a key of the same section, or `section.key` below `ds_ckpt`.
         values: values of `key` that give the marked key an effect, or a function that returns them.
         not_in: values of `key` that take its effect away; used if there are no `values`.
         suggest: value for the error message; default: the first of `values`.
@@ -66,14 +66,19 @@ class Section(BaseModel):
         aliases: keys of other libraries, and the key that has their meaning here.
         renamed: former names of keys, which are accepted with a warning, and their names.
         removed: settings of earlier releases, by key.
-        unused: settings that are accepted with a warning and have no effect, with the reason.
+        unused: settings that are accepted and have no effect; their description is the warning.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     aliases: ClassVar[Mapping[str, str]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, Removed]] = {}
-    unused: ClassVar[Mapping[str, str]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+
+
+def section(kind: type[Section], description: str) -> Any:
+    """Declare a field that holds a section."""
+    return Field(default_factory=kind, description=description)
 
 
 AnySection = TypeVar("AnySection", bound=Section)

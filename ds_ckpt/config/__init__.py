@@ -57,7 +57,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
         origins: dict[str, str] = {}
         if compat is not None:
             plugin, origins = with_compat_keys(plugin, compat, problems)
-        problems += broken_requirements(plugin, config, origins)
+        problems += broken_requirements(plugin, origins)
         problems += conflicts(plugin, config)
     if plugin is None or problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]

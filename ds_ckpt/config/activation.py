@@ -42,7 +42,7 @@ class ActivationConfig(Keeping, _WithPolicy):
     aliases = {"type": "policy", "mode": "policy", "classes": "modules", "blocks": "modules"}
 
     policy: str = Field(
-        default="none",
+        "none",
         description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '
         'every block. "every_n": some blocks. "segments": several blocks in one recomputation. '
         '"selective": blocks, but results of chosen operators are kept. "budget": the plan within '
@@ -56,7 +56,7 @@ class ActivationConfig(Keeping, _WithPolicy):
         Expects("a list of class names or patterns over module names", '["Block", "layers.*"]'),
         _ON,
     ] = Field(
-        default=None,
+        None,
         description="Blocks (or the parts that the policy names): class names, or shell patterns "
         "over module names. Default: the layers that a Hugging Face model declares.",
     )
@@ -65,29 +65,23 @@ class ActivationConfig(Keeping, _WithPolicy):
         BeforeValidator(list_as_tuple),
         Expects("a list of objects", '[{"match": "0-15", "policy": "selective"}]'),
         Requires("policy", not_in=PLANNED, suggest="block", why="a plan covers every block"),
-    ] = Field(default=(), description="Policies for some blocks; the first matching rule decides.")
+    ] = Field((), description="Policies for some blocks; the first matching rule decides.")
     check_determinism: Annotated[
         bool | Annotated[int, Field(ge=1)],
         Expects("true, false, or a whole number, 1 or more", "true"),
         _ON,
     ] = Field(
-        default=False,
+        False,
         description="Compare recomputed values with the (every n-th) forward, and stop if they "
         "differ. Costs up to 3% of a step.",
     )
-    share_gather: Annotated[
-        bool,
-        _ON,
-        Requires(
-            "$.zero_optimization.stage", (3,), why="weights are gathered by ZeRO stage 3 only"
-        ),
-    ] = Field(
-        default=True,
+    share_gather: Annotated[bool, _ON] = Field(
+        True,
         description="Keep weights that a recomputation gathered until the block's backward has "
         "used them: 2 all-gathers of each parameter per step instead of 3.",
     )
     budget_gib: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _PLANNED] = Field(
-        default=None,
+        None,
         description="Memory of each accelerator for what budget_of names, in GiB. Default with "
         '"auto": the whole accelerator.',
     )
@@ -99,10 +93,10 @@ class ActivationConfig(Keeping, _WithPolicy):
             not_in=(None,),
             suggest=6.0,
             for_values=("activations",),
-            why="without budget_gib the limit is the accelerator's memory, for everything on it",
+            why="without budget_gib the limit is the accelerator's memory",
         ),
     ] = Field(
-        default=None,
+        None,
         description='Memory that budget_gib limits. "activations": the peak of backward. '
         '"accelerator": everything on it, which is the default without budget_gib.',
     )

@@ -21,6 +21,7 @@ from ds_ckpt.fields import (
     Section,
     derive,
     list_as_tuple,
+    section,
 )
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -40,25 +41,23 @@ class ErrorFeedbackConfig(Section):
 
     removed = {
         "momentum": Removed(
-            why="the correction that was matched to the residuals was removed",
-            remedy='write a number, such as 0.3, or "none"',
-            values=("matched",),
+            "the matched correction was removed", "write a number, such as 0.3", ("matched",)
         )
     }
 
-    enabled: bool = Field(default=True, description="Keep one residual per compressed parameter.")
+    enabled: bool = Field(True, description="Keep one residual per compressed parameter.")
     dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
-        default="fp32", description="Type of residuals: 8, 4 or 2.1 bytes an entry."
+        "fp32", description="Type of residuals: 8, 4 or 2.1 bytes an entry."
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
-        default="accelerator", description='Device of residuals; "cpu": pinned host memory.'
+        "accelerator", description='Device of residuals; "cpu": pinned host memory.'
     )
     momentum: Annotated[
         Literal["none"] | Annotated[float, Field(gt=0, lt=1)],
         Expects('"none" or a number above 0 and below 1', "0.3"),
         _RESIDUALS,
     ] = Field(
-        default="none",
+        "none",
         description="Correction a for the delay of error feedback: after the warm-up AdamW steps "
         "by (1 - a) times its first moment plus a times the gradient.",
     )
@@ -78,34 +77,20 @@ class ExchangeConfig(Section):
 
     renamed = {"gate": "autotune"}
     removed = {
-        "overlap": Removed(
-            why="the exchange thread for CPUs was removed",
-            remedy="remove it; on a GPU, exchanges run asynchronously without it",
-            constant=False,
-        )
+        "overlap": Removed("the exchange thread for CPUs was removed", "remove it", constant=False)
     }
 
-    when: Annotated[
-        Literal["auto", "micro_step", "accumulation_boundary"],
-        _ANY_METHOD,
-        Requires(
-            "$.managed_gradient_accumulation",
-            not_in=(False,),
-            suggest=True,
-            for_values=("accumulation_boundary",),
-            why="without managed_gradient_accumulation the last micro-step is unknown",
-        ),
-    ] = Field(
-        default="auto",
+    when: Annotated[Literal["auto", "micro_step", "accumulation_boundary"], _ANY_METHOD] = Field(
+        "auto",
         description='Exchanges with gradient accumulation. "accumulation_boundary": one per step '
         '(4 bytes a parameter if there are no residuals). "micro_step": one per micro-step. '
         '"auto": the boundary if there are residuals.',
     )
     autotune: Annotated[bool, _LOSSY] = Field(
-        default=True, description="Time steps both ways; compress only if that shortens them."
+        True, description="Time steps both ways; compress only if that shortens them."
     )
     levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
-        default="auto",
+        "auto",
         description="1: compressed between all ranks. 2: summed exactly inside a node, compressed "
         'between nodes. "auto": 2 for several nodes with several ranks each.',
     )
@@ -115,25 +100,21 @@ class GuardConfig(Section):
     """Limits on the residual, and the action if they are exceeded."""
 
     action: Literal["off", "warn", "dense"] = Field(
-        default="off",
+        "off",
         description="Action if a limit is exceeded in two checks in a row: one log line, or "
         "uncompressed gradients until the end of the run.",
     )
     error: Annotated[float | None, _GUARDED] = Field(
-        default=None,
-        gt=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Largest compression error: norm of the unsent part over norm of the whole.",
+        None, gt=0, le=1, description="Largest norm of the unsent part, over all there was."
     )
     residual_norm: Annotated[float | None, _GUARDED] = Field(
-        default=None,
+        None,
         gt=0,
         allow_inf_nan=False,
         description="Largest norm of the residual, in norms of the averaged gradient.",
     )
     every_n_steps: Annotated[int, _GUARDED] = Field(
-        default=10, ge=1, description="Interval of checks, in optimizer steps."
+        10, ge=1, description="Interval of checks, in optimizer steps."
     )
 
     @property
@@ -152,7 +133,7 @@ class _WithMethods(Section):
     def sections(self) -> dict[str, Method]:
         """Return the settings of methods that are written here, by name."""
         found = {name: getattr(self, name, None) for name in methods()}
-        return {name: section for name, section in found.items() if section is not None}
+        return {name: values for name, values in found.items() if values is not None}
 
 
 class RuleConfig(_WithMethods):
@@ -164,15 +145,9 @@ class RuleConfig(_WithMethods):
         description="Shell pattern (fnmatch) over parameter names."
     )
     method: str = Field(description='How these tensors are sent; "dense": uncompressed.')
-    dims: int | None = Field(
-        default=None, ge=1, description="Number of dimensions of the tensors. Default: any."
-    )
-    min_numel: int | None = Field(
-        default=None, ge=0, description="Smallest number of entries of the tensors."
-    )
-    max_numel: int | None = Field(
-        default=None, ge=0, description="Largest number of entries of the tensors."
-    )
+    dims: int | None = Field(None, ge=1, description="Number of dimensions; default: any.")
+    min_numel: int | None = Field(None, ge=0, description="Smallest number of entries.")
+    max_numel: int | None = Field(None, ge=0, description="Largest number of entries.")
 
 
 class CompressionConfig(_WithMethods):
@@ -188,30 +163,23 @@ class CompressionConfig(_WithMethods):
         Expects("a list of objects", '[{"match": "*embed*", "method": "topk"}]'),
         _ANY_METHOD,
     ] = Field(
-        default=(),
-        description="Methods for single tensors; the first matching rule decides. Without one, "
-        "biases and norms are uncompressed, and low rank sends large untied embeddings by Top-K.",
+        (),
+        description="Methods for single tensors; the first matching rule decides. Otherwise biases "
+        "and norms are uncompressed, and low rank sends large untied embeddings by Top-K.",
     )
-    error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = Field(
-        default_factory=ErrorFeedbackConfig, description="Residuals of lossy methods."
+    error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = section(
+        ErrorFeedbackConfig, "Residuals of lossy methods."
     )
-    exchange: ExchangeConfig = Field(
-        default_factory=ExchangeConfig, description="When gradients are exchanged."
-    )
-    guard: Annotated[GuardConfig, _LOSSY] = Field(
-        default_factory=GuardConfig, description="Limits on the residual."
-    )
+    exchange: ExchangeConfig = section(ExchangeConfig, "When gradients are exchanged.")
+    guard: Annotated[GuardConfig, _LOSSY] = section(GuardConfig, "Limits on the residual.")
     warmup_steps: Annotated[int, _LOSSY] = Field(
-        default=100, ge=0, description="Optimizer steps before compression begins."
+        100, ge=0, description="Optimizer steps before compression begins."
     )
     warmup_bits: Annotated[
-        WarmupBits | None,
-        WHOLE_NUMBER,
-        _LOSSY,
-        Requires("warmup_steps", not_in=(0,), suggest=100),
-    ] = Field(default=None, description="Bits of a value in the warm-up; default: uncompressed.")
+        WarmupBits | None, WHOLE_NUMBER, _LOSSY, Requires("warmup_steps", not_in=(0,), suggest=100)
+    ] = Field(None, description="Bits of a value in the warm-up; default: uncompressed.")
     min_numel: Annotated[int, _LOSSY] = Field(
-        default=4096, ge=0, description="Smallest number of entries of a compressed tensor."
+        4096, ge=0, description="Smallest number of entries of a compressed tensor."
     )
 
     @property
@@ -224,7 +192,7 @@ class CompressionConfig(_WithMethods):
         if not self.lossy:
             return "gradients uncompressed by all-to-all (lossless)"
         compressor = MethodSettings(self.method, self.sections()).compressor()
-        how = "uncompressed" if compressor is None else f"as {compressor.describe()}"
+        how = f"as {compressor.describe()}" if compressor else "uncompressed"
         rules = f", {len(self.rules)} rules" if self.rules else ""
         guard = f", guard: {self.guard.action}" if self.guard.active else ""
         first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"
@@ -272,20 +240,20 @@ def exchange_settings(config: CompressionConfig) -> ExchangeSettings:
 def with_methods(known: dict[str, type[Method]]) -> type[CompressionConfig]:
     """Return the section's model with the given methods, for the section and for its rules."""
     about = "".join(f' "{name}": {kind.about}.' for name, kind in known.items())
-    field = Field(default="none", description=f'"none": DeepSpeed\'s own reduce-scatter.{about}')
+    field = Field("none", description=f'"none": DeepSpeed\'s own reduce-scatter.{about}')
     rule: dict[str, Any] = {"method": Literal[tuple(known)]}
-    section: dict[str, Any] = {"method": (Literal[("none", *known)], field)}
+    fields: dict[str, Any] = {"method": (Literal[("none", *known)], field)}
     for name, kind in known.items():
         if not kind.model_fields:
             continue
         expects = Expects("an object in braces", kind.example)
         rule[name] = (
             Annotated[kind | None, expects, Requires("method", (name,))],
-            Field(default=None, description="Used instead of the section's own."),
+            Field(None, description="Used instead of the section's own."),
         )
-        section[name] = (
+        fields[name] = (
             Annotated[kind, expects, Requires("compression.method", (name,))],
-            Field(default_factory=kind, description=f'Settings of method "{name}".'),
+            section(kind, f'Settings of method "{name}".'),
         )
     rules = derive(RuleConfig, **rule)
-    return derive(CompressionConfig, rules=tuple[rules, ...], **section)  # type: ignore[valid-type]
+    return derive(CompressionConfig, rules=tuple[rules, ...], **fields)  # type: ignore[valid-type]

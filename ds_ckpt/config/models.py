@@ -17,7 +17,7 @@ from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.fields import Expects, Name, Requires, Section, derive
+from ds_ckpt.fields import Expects, Name, Requires, Section, derive, section
 
 _ENABLED = Requires("enabled", (True,))
 
@@ -25,34 +25,22 @@ _ENABLED = Requires("enabled", (True,))
 class TelemetryConfig(Section):
     """Records of bytes and collectives, by purpose."""
 
-    enabled: bool = Field(default=False, description="Records of sent, gathered and reduced bytes.")
+    enabled: bool = Field(False, description="Records of sent, gathered and reduced bytes.")
     every_n_steps: Annotated[int, _ENABLED] = Field(
-        default=10, ge=1, description="Interval of records, in optimizer steps."
+        10, ge=1, description="Interval of records, in optimizer steps."
     )
     path: Annotated[
         Name | None, Expects("a file path in quotes", '"runs/telemetry.jsonl"'), _ENABLED
-    ] = Field(
-        default=None,
-        description="JSON Lines file; each rank appends its index to the stem. Default: only the "
-        "last record is kept, in memory.",
-    )
+    ] = Field(None, description="JSON Lines file; each rank appends its index to the stem.")
 
 
 class PluginConfig(Section):
     """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
 
-    activation: ActivationConfig = Field(
-        default_factory=ActivationConfig, description="Recomputation in backward."
-    )
-    compression: CompressionConfig = Field(
-        default_factory=CompressionConfig, description="How gradients are sent."
-    )
-    weights: WeightsConfig = Field(
-        default_factory=WeightsConfig, description="Copies of the weights on every node."
-    )
-    telemetry: TelemetryConfig = Field(
-        default_factory=TelemetryConfig, description="Records of bytes and collectives."
-    )
+    activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")
+    compression: CompressionConfig = section(CompressionConfig, "How gradients are sent.")
+    weights: WeightsConfig = section(WeightsConfig, "Copies of the weights on every node.")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "Records of bytes and collectives.")
 
     @property
     def active(self) -> bool:
@@ -77,34 +65,27 @@ class PluginConfig(Section):
 class CompatSection(Section):
     """DeepSpeed's own section. Its presence, even empty, selects policy "block".
 
-    DeepSpeed acts on it only through its own checkpointing functions. Here a key acts as the key of
-    `ds_ckpt.activation` that its description names, or has no effect.
+    A key acts as the key of `ds_ckpt.activation` that its description names, or has no effect.
     """
 
     ours: ClassVar = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
-    unused = {
-        "number_checkpoints": "recomputations are counted",
-        "contiguous_memory_optimization": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-        "against fragmentation",
-        "synchronize_checkpoint_boundary": "CUDA_LAUNCH_BLOCKING=1 waits for every kernel",
-        "profile": "use torch.profiler, or ds-ckpt profile for the cost of each policy",
-    }
+    unused = (
+        "number_checkpoints",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+        "profile",
+    )
 
-    partition_activations: bool = Field(
-        default=False,
-        description="Shard inputs of blocks over the tensor-parallel group "
-        "(ds_ckpt.activation.partition).",
+    partition_activations: bool = Field(False, description="Same as ds_ckpt.activation.partition.")
+    cpu_checkpointing: bool = Field(False, description="Same as ds_ckpt.activation.offload.")
+    number_checkpoints: int | None = Field(None, description="No effect: all blocks are counted.")
+    contiguous_memory_optimization: bool = Field(
+        False, description="No effect: use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     )
-    cpu_checkpointing: bool = Field(
-        default=False,
-        description="Keep inputs of blocks in host memory (ds_ckpt.activation.offload).",
-    )
-    number_checkpoints: int | None = Field(default=None, description="No effect: a warning.")
-    contiguous_memory_optimization: bool = Field(default=False, description="No effect: a warning.")
     synchronize_checkpoint_boundary: bool = Field(
-        default=False, description="No effect: a warning."
+        False, description="No effect: use CUDA_LAUNCH_BLOCKING=1."
     )
-    profile: bool = Field(default=False, description="No effect: a warning.")
+    profile: bool = Field(False, description="No effect: use torch.profiler or ds-ckpt profile.")
 
 
 def plugin_model() -> type[PluginConfig]:

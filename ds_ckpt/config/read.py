@@ -60,8 +60,8 @@ def _clean(
         field = model.model_fields.get(key)
         if _is_removed(key, value, model, place, problems) or (field and value is None):
             continue
-        if key in model.unused and value is not False:
-            _warn(place, f"no effect: {model.unused[key]}")
+        if field and key in model.unused and value is not False:
+            _warn(place, str(field.description))
         section = section_of(field.annotation) if field else None
         if section and isinstance(value, Mapping):
             value = _clean(value, section, place, problems)

@@ -41,16 +41,8 @@ def with_compat_keys(
 # markers on fields
 
 
-def broken_requirements(
-    plugin: PluginConfig, config: Mapping[str, Any], origins: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Yield written keys that have no effect, by the markers on their fields.
-
-    Args:
-        plugin: our section.
-        config: the whole file.
-        origins: paths of keys that are written elsewhere, with that place.
-    """
+def broken_requirements(plugin: PluginConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield written keys that have no effect; `origins` has paths of keys written elsewhere."""
     for path, section in _sections(OURS, plugin):
         for key, field in type(section).model_fields.items():
             value, where = getattr(section, key), join(path, key)
@@ -59,7 +51,7 @@ def broken_requirements(
             if isinstance(value, Section) and not value.model_fields_set:
                 continue
             for marker in (m for m in field.metadata if isinstance(m, Requires)):
-                if found := _broken(marker, value, path, section, plugin, config):
+                if found := _broken(marker, value, path, section, plugin):
                     written = section.model_dump(mode="json", exclude_unset=True)[key]
                     yield Problem(origins.get(where, where), show(written), *found)
                     break
@@ -82,18 +74,13 @@ def _broken(
     path: str,
     section: Section,
     plugin: PluginConfig,
-    config: Mapping[str, Any],
 ) -> tuple[str, str] | None:
     """Return reason and remedy if the requirement is not met."""
     if marker.for_values and value not in marker.for_values:
         return None
-    place, key = join(path, marker.key), marker.key
-    if key.startswith("$."):
-        place, values = key, [lookup(config, key.split(".")[1:])]
-    elif "." in key:
-        place, values = f"{OURS}.{key}", _values(plugin, key)
-    else:
-        values = [getattr(section, key)]
+    place, values = f"{OURS}.{marker.key}", _values(plugin, section, marker.key)
+    if "." not in marker.key:
+        place = join(path, marker.key)
     allowed = marker.values() if callable(marker.values) else marker.values
     if any(v in allowed if allowed else v not in marker.not_in for v in values):
         return None
@@ -102,16 +89,15 @@ def _broken(
     return why, f"remove it, or set {place} to {suggest}"
 
 
-def _values(plugin: PluginConfig, key: str) -> list[Any]:
-    """Return the value of a key of a part; those of its rules follow."""
+def _values(plugin: PluginConfig, section: Section, key: str) -> list[Any]:
+    """Return the value of a key; for policy and method, those of rules follow."""
+    part, _, name = key.rpartition(".")
     if key == "activation.policy":
         return list(plugin.activation.policies_used())
     if key == "compression.method":
-        compression = plugin.compression
-        known = methods().get(compression.method)
-        return [*compression.methods_used(), *([known.sparse] if known else [])]
-    part, name = key.split(".")
-    return [getattr(getattr(plugin, part), name)]
+        known = methods().get(plugin.compression.method)
+        return [*plugin.compression.methods_used(), *([known.sparse] if known else [])]
+    return [getattr(getattr(plugin, part) if part else section, name)]
 
 
 # DeepSpeed's settings
@@ -169,15 +155,18 @@ _ACTIVATION: _Rows = {
 _ALL: _Rows = {
     "compile.deepcompile": (_ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt")
 }
+_BOUNDARY: _Rows = {"managed_gradient_accumulation": (_OFF, "the last micro-step is then unknown")}
 CONFLICTS = (
     (("compression",), _COMPRESSION),
     (("compression", "weights"), _SENT),
     (("weights",), _WEIGHTS),
     (("activation",), _ACTIVATION),
     (("activation", "compression", "weights"), _ALL),
+    (("boundary",), _BOUNDARY),
 )
 """Parts of the plugin: keys of DeepSpeed with values that they do not support, and the reason."""
 _STAGE = {
+    "share_gather": "weights are gathered by ZeRO stage 3 only",
     "compression": "compression replaces the gradient reduction of ZeRO stage 3",
     "weights": "only ZeRO stage 3 shards the weights; below it every rank has all of them",
     "budget": "the accelerator's other memory is known for ZeRO stage 3 only",
@@ -192,6 +181,10 @@ def _active(plugin: PluginConfig) -> dict[str, str]:
         active["compression"] = f'set {OURS}.compression.method to "none"'
     if activation.active:
         active["activation"] = f'set {OURS}.activation.policy to "none"'
+    if "share_gather" in activation.model_fields_set:
+        active["share_gather"] = f"remove {OURS}.activation.share_gather"
+    if plugin.compression.exchange.when == "accumulation_boundary":
+        active["boundary"] = f'set {OURS}.compression.exchange.when to "auto"'
     if plugin.weights.resident:
         active["weights"] = f"set {OURS}.weights.resident to false"
     if activation.planned and activation.budget_is_of == "accelerator":

@@ -14,23 +14,20 @@ class WeightsConfig(Section):
 
     removed = {
         "deltas": Removed(
-            why="weight changes in few bits were removed",
-            remedy='write "auto": lossless changes take 0.7 to 4 bits a weight',
-            values=("4bit", "3bit"),
+            "weight changes in few bits were removed", 'write "auto"', ("4bit", "3bit")
         )
     }
 
     resident: Annotated[bool | Literal["auto"], Expects('true, false or "auto"', "true")] = Field(
-        default=False,
+        False,
         description="Keep one copy of the weights per node, sharded over its ranks, and send "
         "weights between nodes once per step, for 2 bytes a parameter (4 in fp32). Bit-equal to "
         'DeepSpeed. "auto": only if that shortens the step.',
     )
     deltas: Annotated[
-        Literal["auto", "none", "lossless"],
-        Requires("resident", not_in=(False,), suggest=True),
+        Literal["auto", "none", "lossless"], Requires("resident", not_in=(False,), suggest=True)
     ] = Field(
-        default="auto",
+        "auto",
         description='Encoding of weights between nodes. "none": uncompressed. "lossless": changes '
         'in 0.7 to 4 bits a weight, bit-equal. "auto": the faster one for bf16 and fp16, none for '
         "fp32.",

@@ -88,7 +88,7 @@ def test_a_pasted_section_of_deepspeed_selects_block_and_warns(
         )
     lines = [record.message for record in caplog.records]
     assert len(lines) == 4
-    assert all(f"$.activation_checkpointing.{k}: no effect" in "\n".join(lines) for k in section)
+    assert all(f"$.activation_checkpointing.{k}: No effect" in "\n".join(lines) for k in section)
 
 
 def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:

@@ -44,7 +44,7 @@ a.policy=block a.save_ops=["matmuls"] -> a.save_ops: "selective"
 a.policy=block a.rules=[{"match":"0","policy":"mlp","segment_size":2}] -> a.rules[0].segment_size: "mlp"
 a.rules=[{"match":"0-3","policy":"block"}] a.share_gather=false ->
 a.policy=block z.stage=2 ->
-a.policy=block z.stage=2 a.share_gather=false -> a.share_gather: ZeRO_stage_3_only
+a.policy=block z.stage=2 a.share_gather=false -> z.stage: ZeRO_stage_3_only
 a.policy=block a.rules=[{"policy":"block"}] -> a.rules[0].match: found_nothing
 a.policy=block a.rules=[{"match":"0"}] -> a.rules[0].policy: found_nothing
 a.policy=block a.rules=[{"match":"","policy":"blok"}] -> a.rules[0].match: pattern | a.rules[0].policy: "block"
@@ -122,7 +122,7 @@ c.method=topk c.rules=[{"match":"*","method":"topk","topk":{"density":0}}] -> c.
 c.method=topk c.guard.action=warn -> c.guard.error: a_limit
 c.method=topk c.guard={"action":"warn","error":0.2} ->
 c.method=topk c.guard.error=0.2 -> c.guard.error: set_c.guard.action_to_"warn"
-c.method=topk c.exchange.when=accumulation_boundary managed_gradient_accumulation=false -> c.exchange.when: $.managed_gradient_accumulation_to_true
+c.method=topk c.exchange.when=accumulation_boundary managed_gradient_accumulation=false -> $.managed_gradient_accumulation: set_c.exchange.when_to
 c.method=topk c.exchange.when=micro_step managed_gradient_accumulation=false ->
 c.method=topk c.start_step=1 c.warmup_steps=2 -> c.start_step: not_a_key
 w.resident=1 -> w.resident: true
