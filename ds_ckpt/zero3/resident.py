@@ -30,7 +30,6 @@ def transient_bytes(
     largest: int,
     trainable: int,
     itemsize: int,
-    *,
     reuse: int,
     prefetch: int,
     bucket: int,
@@ -79,15 +78,10 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     block = max((sum(whole[id(p)] for p in b.parameters()) for b in blocks), default=0)
     bucket = int(optimizer.reduce_bucket_size)
     found["reduce bucket"] = len(optimizer.ipg_buckets) * bucket * item
-    found |= transient_bytes(
-        [p.ds_numel for p in parameters if not p.ds_persist],
-        block,
-        sum(p.ds_numel for p in parameters if p.requires_grad),
-        item,
-        reuse=offload._max_reuse_distance_in_numel,
-        prefetch=offload._prefetch_bucket_sz,
-        bucket=bucket,
-    )
+    released = [p.ds_numel for p in parameters if not p.ds_persist]
+    trainable = sum(p.ds_numel for p in parameters if p.requires_grad)
+    reuse, prefetch = offload._max_reuse_distance_in_numel, offload._prefetch_bucket_sz
+    found |= transient_bytes(released, block, trainable, item, reuse, prefetch, bucket)
     if copy := sum(_host_copy(p) for p in parameters if p.ds_tensor.device.type == device.type):
         found[HOST_COPY] = copy
     return found

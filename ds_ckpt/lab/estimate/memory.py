@@ -25,9 +25,9 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
-_STATE_BYTES = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 0}
-"""32-bit bytes an element of the optimizer's own state, where it is not Adam's 8."""
-_ADAM = ("adam", "adamw", "fusedadam", "lamb")
+_STATE_BYTES = {**dict.fromkeys(("adam", "adamw", "fusedadam", "lamb"), 8), "sgd": 0}
+_STATE_BYTES |= dict.fromkeys(("adagrad", "lion", "muon"), 4)
+"""32-bit bytes an element of the optimizer's own state; SGD's momentum is added."""
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -152,15 +152,8 @@ def estimate(
         _elements(key, zero, parameters.hidden) for key in DEFAULTS
     )
     released = [n for n in parameters.counts if n > threshold]
-    gathered, sent = transient_bytes(
-        released,
-        parameters.largest_block,
-        trainable,
-        item,
-        reuse=reuse,
-        prefetch=prefetch,
-        bucket=bucket,
-    ).values()
+    sizes = (released, parameters.largest_block, trainable, item)
+    gathered, sent = transient_bytes(*sizes, reuse, prefetch, bucket).values()
     if stage == 3:
         gathered += item * (total - sum(released))
         kept_bytes = item * full_shard
@@ -187,7 +180,7 @@ def estimate(
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
     residual_bytes, on_host = _residuals(parameters, config, world, hosts)
 
-    host = residual_bytes if on_host else 0
+    host = residual_bytes * on_host
     if lookup(zero, ("offload_optimizer", "device")) in ("cpu", "nvme"):
         # with gradients in 32 bits beside those that are sent
         host += gradients_bytes + optimizer_bytes + master_bytes * sharded
@@ -212,7 +205,7 @@ def estimate(
         host_bytes=host,
         hosts=hosts,
         host_copy_bytes=copy_bytes,
-        residual_bytes=0 if on_host else residual_bytes,
+        residual_bytes=residual_bytes * (not on_host),
     )
     return states, tuple(notes)
 
@@ -221,34 +214,22 @@ def _hosts(
     config: Mapping[str, Any] | None, world: int, hosts: int | None, notes: list[str]
 ) -> tuple[int | None, int]:
     """Nodes, if known, and the ranks that divide a node's copy of the weights; 0: there is none."""
-    if hosts is not None and world % hosts:
-        raise _not_divided("--hosts", hosts, world, f"write a divisor of {world}")
-    where = "$.zero_optimization.zero_hpz_partition_size"
     resident = lookup(config, ("ds_ckpt", "weights", "resident")) in (True, "auto")
-    hpz = max(1, min(_whole(lookup(config, where.split(".")[1:]), 1), world))
-    if world % hpz:
-        raise _not_divided(where, hpz, world, f"write a divisor of {world}")
-    if hosts is None and hpz > 1:
+    hpz = _whole(lookup(config, ("zero_optimization", "zero_hpz_partition_size")), 1)
+    hpz = max(1, min(hpz, world))
+    if hosts is None and (world == 1 or hpz > 1):
         hosts = world // hpz
-        notes.append(f"hosts: {hosts}, as zero_hpz_partition_size is {hpz} of {world} ranks")
-    hosts = 1 if world == 1 else hosts
-    if not resident:
-        return hosts, hpz if hpz > 1 else 0
-    if hosts is None:
+    per_host = world // hosts if hosts else 1
+    if world % (hosts or 1) or world % hpz or (resident and hpz not in (1, per_host)):
+        why = f"{world} ranks are divided among hosts, and weights among a host's ranks"
+        found = f"{hosts} hosts, zero_hpz_partition_size {hpz}"
+        problem = Problem("--hosts", found, why, "write divisors of --world that agree")
+        raise ConfigError(problem, headline="the ranks cannot be divided so")
+    if resident and hosts is None:
         notes.append("hosts: not known (--hosts); one rank per host is counted, which is the most")
-        return None, 1
-    if hosts == 1:
-        notes.append("resident weights: no copy, as all ranks share one host (--world, --hosts)")
-        return hosts, hpz if hpz > 1 else 0
-    if hpz not in (1, world // hosts):
-        raise _not_divided(where, hpz, world, f"write {world // hosts} or remove the key")
-    return hosts, world // hosts
-
-
-def _not_divided(where: str, found: int, world: int, remedy: str) -> ConfigError:
-    why = f"{world} ranks are divided among hosts, and weights among a host's ranks"
-    headline = "the ranks cannot be divided so"
-    return ConfigError(Problem(where, str(found), why, remedy), headline=headline)
+    if resident and hosts != 1:
+        return hosts, per_host
+    return hosts, hpz if hpz > 1 else 0
 
 
 def _residuals(
@@ -305,14 +286,11 @@ def _whole(value: Any, default: int) -> int:
 
 def _optimizer(config: Mapping[str, Any] | None, notes: list[str]) -> tuple[str, int]:
     kind = lookup(config, ("optimizer", "type"))
-    if not isinstance(kind, str) or is_auto(kind):
-        if config is not None:
-            notes.append("optimizer: the file names none; AdamW is assumed")
-        return "AdamW", 8
-    if kind.lower() not in (*_STATE_BYTES, *_ADAM):
-        notes.append(f"optimizer: the state of {kind} is not known; counted as AdamW's")
-    momentum = kind.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum"))
-    return kind, 4 if momentum else _STATE_BYTES.get(kind.lower(), 8)
+    name = kind if isinstance(kind, str) and not is_auto(kind) else "AdamW"
+    if config is not None and (name != kind or name.lower() not in _STATE_BYTES):
+        notes.append(f"optimizer: the state of {kind or 'none'} is not known; counted as AdamW's")
+    momentum = name.lower() == "sgd" and lookup(config, ("optimizer", "params", "momentum"))
+    return name, 4 if momentum else _STATE_BYTES.get(name.lower(), 8)
 
 
 def _halved(config: Mapping[str, Any] | None, what: str) -> bool:

@@ -38,15 +38,7 @@ from ds_ckpt.lab.estimate.methods import (
     weights,
 )
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
-from ds_ckpt.lab.estimate.simulate import (
-    Block,
-    Gradients,
-    Link,
-    Machine,
-    Step,
-    Strategy,
-    simulate,
-)
+from ds_ckpt.lab.estimate.simulate import Block, Gradients, Link, Machine, Step, Strategy, simulate
 from ds_ckpt.lab.hosts.hardware import Cluster, Figure
 from ds_ckpt.telemetry.units import GIB
 
@@ -227,7 +219,7 @@ class Search:
             raise ConfigError(problem, headline="the batch cannot be divided")
         self.kinds = [ZERO3] if machine.hosts == 1 else [ZERO3, *[HPZ] * two_levels, *RESIDENT]
         """Placements of weights."""
-        self._mixtures: dict[tuple[int, bool, int], ActivationPlan | None] = {}
+        self._plan = functools.cache(self._plan_within)
 
     def best(self) -> Candidate:
         """Return the shortest step that fits. Raises UnsupportedError if nothing does."""
@@ -283,19 +275,18 @@ class Search:
         """Recompute least within the memory; None: nothing fits."""
         memory = self._memory(sequences, kind, method)
         room = (self.question.capacity_bytes - sum(memory.values())) // STEP * STEP
-        key = (sequences, offload, room)
-        if key not in self._mixtures:
-            allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload)
-            try:
-                plan = self._planner(sequences).plan(allowance) if room > 0 else None
-            except UnsupportedError:
-                plan = None
-            self._mixtures[key] = plan
-        plan = self._mixtures[key]
+        plan = self._plan(sequences, room, offload)
         if plan is None:
             return None
         setting = Setting(sequences, self.each // sequences, BUDGET, offload, kind, method)
         return self._candidate(setting, plan, memory)
+
+    def _plan_within(self, sequences: int, room: int, offload: bool) -> ActivationPlan | None:
+        allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload)
+        try:
+            return self._planner(sequences).plan(allowance) if room > 0 else None
+        except UnsupportedError:
+            return None
 
     def uniform(self, of: Setting, policy: str) -> Candidate:
         """Give all blocks one policy, whether or not it fits."""
@@ -338,10 +329,13 @@ class Search:
         )
         residuals, on_host = of.method.residual_bytes(model, machine, of.micro_steps)
         offloaded = sum(b.offloaded_bytes for b in plan.blocks)
+        memory = {**memory, "activations": plan.needed_bytes}
+        in_update = self._states[of.weights].step_bytes + memory["residuals"]
+        memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
         return Candidate(
             replace(of, policy=policy),
             plan,
-            self._with_step({**memory, "activations": plan.needed_bytes}, of.weights),
+            memory,
             question.capacity_bytes,
             offloaded + on_host * residuals,
             machine,
@@ -376,26 +370,20 @@ class Search:
             "gradients of activations, temporaries": model.temporary_bytes(sequences),
         }
 
-    def _with_step(self, needed: dict[str, int], kind: str) -> dict[str, int]:
-        """Memory of the passes, and the excess of the optimizer's step."""
-        step = self._states[kind].step_bytes + needed["residuals"]
-        return {**needed, "more, in the optimizer's step": max(0, step - sum(needed.values()))}
-
     def _nothing_fits(self) -> UnsupportedError:
         question = self.question
-        memory = self._memory(1, ZERO3, Method(STOCK))
-        least = self._planner(1).least(replace(ACTIVATIONS, offload=True)).needed_bytes
-        needed = self._with_step({**memory, "activations": least}, ZERO3)
-        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in needed.items() if n)
+        plan = self._planner(1).least(replace(ACTIVATIONS, offload=True))
+        setting = Setting(1, self.each, BUDGET, True, ZERO3, Method(STOCK))
+        least = self._candidate(setting, plan, self._memory(1, ZERO3, setting.method))
+        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in least.memory.items() if n)
         why = (
             f"one sequence of {question.model.tokens} tokens, with all recomputed and offloaded, "
-            f"needs {sum(needed.values()) / GIB:.1f} GiB of an accelerator ({parts}), of which a "
+            f"needs {least.needed_bytes / GIB:.1f} GiB of an accelerator ({parts}), of which a "
             f"plan uses {question.capacity_bytes / GIB:.1f}"
         )
         remedy = "name more nodes or accelerators with more memory, or shorter sequences (--tokens)"
-        where = f"{question.model.name} on {question.cluster.text}"
-        problem = Problem(where, f"{question.model.elements / 1e9:.2f} G parameters", why, remedy)
-        return UnsupportedError(problem, headline="no plan fits")
+        where, found = "--cluster", f"{question.model.name} on {question.cluster.text}"
+        return UnsupportedError(Problem(where, found, why, remedy), headline="no plan fits")
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:

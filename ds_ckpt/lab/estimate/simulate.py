@@ -24,8 +24,10 @@ weights are kept), recomputes, and runs backward. With streams (NCCL) gathers ru
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,57 +220,27 @@ def _step(totals: _Totals) -> Step:
     return Step(seconds, **fields)
 
 
-class _Schedule:
-    """Tasks by number; each resource does its own in the order in which they are added."""
+@dataclass
+class _Task:
+    """A task: its end, its kind, and the task that it has waited for last; None: none."""
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        self._cause: list[int] = []
-        self._kind: list[str] = []
-        self._last: dict[str, int] = {}
-        self._earned_s = 0.0
-        """Moment at which the shaper's bucket is full again."""
+    end_s: float
+    kind: str
+    cause: _Task | None
 
-    def add(
-        self,
-        resource: str,
-        kind: str,
-        seconds: float,
-        *after: int,
-        call_s: float = 0.0,
-        burst_s: float = 0.0,
-    ) -> int:
-        """Return the number of a task that waits for others (-1: none). A pause earns `burst_s`."""
-        cause = self.latest(self._last.get(resource, -1), *after)
-        start_s = self.end_s(cause)
-        end_s = start_s + seconds
-        if burst_s:
-            self._earned_s = max(start_s, self._earned_s) + seconds
-            end_s = max(start_s, self._earned_s - burst_s)
-        self.ends.append(end_s + call_s)
-        self._cause.append(cause)
-        self._kind.append(kind)
-        self.busy[resource] += seconds + call_s
-        self._last[resource] = number = len(self.ends) - 1
-        return number
 
-    def end_s(self, task: int) -> float:
-        """Return when a task ends."""
-        return self.ends[task] if task >= 0 else 0.0
+_BEGIN = _Task(0.0, "", None)
+_latest = functools.partial(max, key=operator.attrgetter("end_s"))
+"""Return the task that ends last; of a tie, the first."""
 
-    def latest(self, *tasks: int) -> int:
-        """Return the task that ends last; of a tie, the first."""
-        return max(tasks, key=self.end_s)
 
-    def path(self, task: int) -> dict[str, float]:
-        """Seconds of the longest path to a task's end, by kind."""
-        parts: defaultdict[str, float] = defaultdict(float)
-        while task >= 0:
-            cause = self._cause[task]
-            parts[self._kind[task]] += self.ends[task] - self.end_s(cause)
-            task = cause
-        return parts
+def _path(task: _Task) -> Mapping[str, float]:
+    """Seconds of the longest path to a task's end, by kind."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    while task.cause is not None:
+        parts[task.kind] += task.end_s - task.cause.end_s
+        task = task.cause
+    return parts
 
 
 @dataclass
@@ -289,16 +261,19 @@ class _Run:
 
     def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
         self.machine, self.blocks, self.strategy = machine, blocks, strategy
-        self.tasks, self.main = _Schedule(), -1
-        self.sent: defaultdict[str, float] = defaultdict(float)
+        self.main = _BEGIN
+        self._last: dict[str, _Task] = {}
+        """The latest task of each resource."""
+        self._busy: defaultdict[str, float] = defaultdict(float)
+        self._sent: defaultdict[str, float] = defaultdict(float)
+        self._earned_s = 0.0
+        """Moment at which the shaper's bucket is full again."""
         self._pieces = self._micro_step()
         self._until = list(itertools.accumulate(b.elements for b in blocks))
         self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
-        self._changes: list[tuple[float, int]] = []
-        """Chunks of changed weights under way: the model's elements up to its end, and the task
-        that it is sent after."""
-        self._change = 0.0
-        """Elements of the model in each chunk."""
+        self._changes: list[tuple[float, float, _Task]] = []
+        """Chunks of changed weights under way: the model's elements up to its end, its own, and the
+        task that it is sent after."""
 
     def _micro_step(self) -> list[_Piece]:
         forward, backward = list[_Piece](), list[_Piece]()
@@ -334,20 +309,38 @@ class _Run:
 
     def totals(self) -> _Totals:
         """Return the totals up to now."""
-        path, busy = self.tasks.path(self.main), self.tasks.busy
-        tables = {"parts_s": path, "busy_s": busy, "sent_bytes": self.sent}
+        tables = {"parts_s": _path(self.main), "busy_s": self._busy, "sent_bytes": self._sent}
         found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
-        return {("seconds", ""): self.tasks.end_s(self.main), **found}
+        return {("seconds", ""): self.main.end_s, **found}
 
-    def _compute(self, kind: str, seconds: float, *after: int) -> int:
-        return self.tasks.add("compute", kind, seconds * self.machine.slowest, *after)
+    def _add(
+        self,
+        resource: str,
+        kind: str,
+        seconds: float,
+        *after: _Task,
+        call_s: float = 0.0,
+        burst_s: float = 0.0,
+    ) -> _Task:
+        """Occupy a resource after other tasks; a pause earns `burst_s`."""
+        cause = _latest((self._last.get(resource, _BEGIN), *after))
+        end_s = cause.end_s + seconds
+        if burst_s:
+            self._earned_s = max(cause.end_s, self._earned_s) + seconds
+            end_s = max(cause.end_s, self._earned_s - burst_s)
+        self._busy[resource] += seconds + call_s
+        self._last[resource] = task = _Task(end_s + call_s, kind, cause)
+        return task
 
-    def _wait_for(self, task: int) -> None:
-        self.main = self.tasks.latest(self.main, task)
+    def _compute(self, kind: str, seconds: float, *after: _Task) -> _Task:
+        return self._add("compute", kind, seconds * self.machine.slowest, *after)
+
+    def _wait_for(self, task: _Task) -> None:
+        self.main = _latest((self.main, task))
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
         pieces, bucket = self._pieces, self.strategy.bucket
-        gathered, exchanges, returned = list[int](), list[int](), dict[int, int]()
+        gathered, exchanges, returned = list[_Task](), list[_Task](), dict[int, _Task]()
         ahead, filled = 0.0, 0
         computed = self.main
         for number, piece in enumerate(pieces):
@@ -378,19 +371,21 @@ class _Run:
             return False
         return pieces <= 1 or elements < self.strategy.prefetch
 
-    def _gather(self, piece: _Piece, after: int, *, first: bool) -> int:
+    def _gather(self, piece: _Piece, after: _Task, *, first: bool) -> _Task:
         strategy = self.strategy
         if not piece.elements:
             return after
         if strategy.weights is not None:
             self.receive_changes(self._until[piece.block])
         if strategy.weights is not None or not self.machine.streams:
-            after = self.tasks.latest(after, self.main)
+            after = _latest((after, self.main))
         own_copy = strategy.hpz and not (first and piece.kind == "forward")
         far = strategy.weights is None and not own_copy
         return self._all_gather(f"gather in {piece.kind}", piece.elements, after, piece.calls, far)
 
-    def _all_gather(self, kind: str, elements: float, after: int, calls: float, far: bool) -> int:
+    def _all_gather(
+        self, kind: str, elements: float, after: _Task, calls: float, far: bool
+    ) -> _Task:
         machine = self.machine
         far = far and machine.hosts > 1
         members = machine.ranks if far else machine.local
@@ -399,42 +394,42 @@ class _Run:
         for is_far in (True, False):
             if (far and is_far) or (machine.local > 1 and not is_far):
                 ends.append(self._send(kind, nbytes, members - 1, after, calls, far=is_far))
-        return self.tasks.latest(*ends)
+        return _latest(ends)
 
     def _send(
         self,
         kind: str,
         nbytes: float,
         hops: int,
-        after: int,
+        after: _Task,
         calls: float = 1,
         *,
         far: bool = True,
         all_to_all: bool = False,
-    ) -> int:
+    ) -> _Task:
         """Send over a node's link to other nodes, or over a rank's link inside its node."""
         link = self.machine.network if far else self.machine.inside
         if far:
-            self.sent[kind] += nbytes
+            self._sent[kind] += nbytes
         seconds = nbytes / link.bytes_per_s * (2 if all_to_all and not link.duplex else 1)
         call_s = calls * (self.machine.call_s + hops * link.latency_s)
         burst_s = link.burst_bytes / link.bytes_per_s
         resource = "network" if far else "inside"
-        return self.tasks.add(resource, kind, seconds, after, call_s=call_s, burst_s=burst_s)
+        return self._add(resource, kind, seconds, after, call_s=call_s, burst_s=burst_s)
 
-    def _offload(self, block: int, after: int) -> int:
+    def _offload(self, block: int, after: _Task) -> _Task:
         seconds = self.blocks[block].offloaded_bytes / self.machine.bus_bytes_per_s
-        return self.tasks.add("bus", "offload", seconds, after)
+        return self._add("bus", "offload", seconds, after)
 
-    def _bring_back(self, block: int, returned: dict[int, int], after: int) -> int:
+    def _bring_back(self, block: int, returned: dict[int, _Task], after: _Task) -> _Task:
         """Bring this block's inputs and the next one's from host memory; this block's task."""
         ahead = [n for n in self._moved if n <= block][-1 - (block in self._moved) :]
         for number in reversed(ahead):
             if number not in returned:
                 returned[number] = self._offload(number, after)
-        return returned.get(block, -1)
+        return returned.get(block, _BEGIN)
 
-    def _exchange(self, elements: int, after: int, exchanges: list[int], *, last: bool) -> None:
+    def _exchange(self, elements: int, after: _Task, exchanges: list[_Task], *, last: bool) -> None:
         """Exchange one bucket that backward has filled."""
         machine, how = self.machine, self.strategy.gradients
         if how.once and not last:
@@ -454,7 +449,7 @@ class _Run:
         if machine.hosts > 1:
             nbytes, ready = elements * how.link_bytes, begun if how.ring else after
             arrived = self._send("gradients", nbytes, how.hops, ready, all_to_all=not how.ring)
-            after = self.tasks.latest(arrived, after)
+            after = _latest((arrived, after))
         if decode_s:
             after = self._compute("compression", elements * decode_s, after)
         exchanges.append(after)
@@ -477,17 +472,14 @@ class _Run:
             encode_s = elements * strategy.weights.encode_s
             self.main = self._compute("changed weights", encode_s, self.main)
             count = max(1, round(elements / machine.ranks / CHUNK))
-            self._changes = [(elements * (n + 1) / count, self.main) for n in range(count)]
-            self._change = elements / count
+            each = elements / count
+            self._changes = [(elements * (n + 1) / count, each, self.main) for n in range(count)]
 
     def receive_changes(self, until: float) -> None:
         """Wait for the changes of the model's first `until` elements."""
-        weights = self.strategy.weights
-        begun = 0.0
+        weights, begun = self.strategy.weights, 0.0
         while self._changes and begun < until and weights is not None:
-            end, sent_after = self._changes.pop(0)
-            nbytes = self._change * weights.link_bytes
-            self._wait_for(self._send("changed weights", nbytes, 1, sent_after, all_to_all=True))
-            decode_s = self._change * weights.decode_s
-            self.main = self._compute("changed weights", decode_s, self.main)
-            begun = end
+            begun, change, after = self._changes.pop(0)
+            nbytes = change * weights.link_bytes
+            self._wait_for(self._send("changed weights", nbytes, 1, after, all_to_all=True))
+            self.main = self._compute("changed weights", change * weights.decode_s, self.main)
