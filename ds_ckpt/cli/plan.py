@@ -38,7 +38,8 @@ def plan(
         Path | None, file_option("Figures of accelerators; a copy of hardware.json to edit.")
     ] = None,
     loss: Annotated[
-        str, typer.Option(help="Verdict that compressed gradients need: equal, 0.5%, or any.")
+        Literal["equal", "any"],
+        typer.Option(help="Verdict that compressed gradients need; any: none."),
     ] = "equal",
     batch: Annotated[
         int | None,
@@ -70,7 +71,6 @@ def plan(
     from ds_ckpt.lab.hosts.hardware import Hardware
     from ds_ckpt.lab.subject import Sizes
 
-    allowed = _loss(loss)
     with exit_on_error():
         known = Hardware.load(hardware, "--cluster")
         named = known.cluster(cluster, NEEDED, links)
@@ -84,29 +84,10 @@ def plan(
         if made.tokens > 1:
             each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
         sequences = batch or each * named.devices
-        question = Question(
-            made,
-            named,
-            inside["latency_s"],
-            sequences,
-            allowed,  # type: ignore[arg-type]
-            dtype,
-        )
+        question = Question(made, named, inside["latency_s"], sequences, loss, dtype)
         search = Search(question)
         with progress(len(search.micro_batches())) as search.report:
             best = search.best()
         show(search, best, Console(soft_wrap=True, highlight=False))
         text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
         write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _loss(text: str) -> str | float:
-    if text in ("equal", "any"):
-        return text
-    try:
-        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
-    except ValueError:
-        share = -1.0
-    if not 0 < share < 1:
-        raise typer.BadParameter(f"{text!r}: write equal, any, or a share with its sign: 0.5%")
-    return share

@@ -26,9 +26,7 @@ def profile(
         Path | None,
         typer.Option(help="DeepSpeed JSON file; without it ZeRO stage 3 and AdamW are assumed."),
     ] = None,
-    batches: Annotated[
-        str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8. Findings compare the first.")
-    ] = "1",
+    batches: Annotated[str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8.")] = "1",
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
     ] = None,

@@ -24,7 +24,7 @@ from ds_ckpt.telemetry.timings import ResidualStats
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
-Loss = Literal["equal", "any"] | float
+Loss = Literal["equal", "any"]
 """Accepted loss: none that validation found, any, or a share of the loss."""
 
 
@@ -176,8 +176,7 @@ def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
 def allows(records: list[VerdictRecord], loss: Loss) -> bool:
     """Return whether the verdicts on settings, of all tasks, allow to train with them.
 
-    "equal": every test of a loss was equivalent or better, and no accuracy was worse. A share: the
-    interval of every loss is below it, and no accuracy was worse.
+    "equal": every test of a loss was equivalent or better, and no accuracy was worse.
     """
     if loss == "any":
         return True
@@ -185,9 +184,7 @@ def allows(records: list[VerdictRecord], loss: Loss) -> bool:
     others = {record.verdict for record in records if record.metric != "loss"}
     if not losses or {"worse", "different"} & others:
         return False
-    if loss == "equal":
-        return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
-    return all(r.interval is not None and r.interval[1] <= loss for r in losses)
+    return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
 
 
 def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]]:

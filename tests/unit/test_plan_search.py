@@ -182,7 +182,7 @@ def test_zero_1_is_a_baseline(ask: Callable[..., Search], demo: Model) -> None:
         sent = one.step.sent_bytes
         assert sent["gradients"] == pytest.approx(2 * 2 * demo.trained / 2)
         assert sent["gather after update"] == pytest.approx(2 * demo.trained / 2)
-        assert one.step.parts_s["gather after update"] >= 2 * demo.trained / 2 / (100e6 / 8)
+        assert one.step.waits_s >= 2 * demo.trained / 2 / (100e6 / 8)
         assert one.memory["weights, gradients, optimizer"] >= (2 + 2 + 12 / 2) * demo.elements
     (plain,) = (m for m in search.methods if m.name == STOCK)
     zero3 = search.mixture(1, ZERO3, plain, False)
@@ -251,9 +251,6 @@ def test_verdicts_decide_what_may_be_lost() -> None:
     assert not allows([], "equal")
     assert not allows([good, worse], "equal")
     assert not allows([good, unsure], "equal")
-    assert allows([good, unsure], 0.006)
-    assert not allows([good, unsure], 0.005)
-    assert not allows([good, worse], 0.5)
     assert allows([worse], "any")
     assert {"3bit", "4bit"} <= known.keys()
     for section, _ in known.values():
@@ -279,8 +276,6 @@ def test_without_feedback_no_more_may_round_than_in_the_verdicts(
     assert rounds in names("4 nodes x 8 A100, 1 Gbit/s")  # nodes' sums are exact
     assert rounds in names("4 nodes x 1 A100, 1 Gbit/s")
     assert rounds not in names("8 nodes x 1 A100, 1 Gbit/s")
-    assert rounds in names("8 nodes x 8 A100, 1 Gbit/s", loss=0.006)
-    assert rounds not in names("16 nodes x 4 A100, 1 Gbit/s", loss=0.006)
     assert rounds in names("8 nodes x 1 A100, 1 Gbit/s", loss="any")
     assert "3bit" in names("8 nodes x 8 A100, 1 Gbit/s")
 
@@ -340,8 +335,7 @@ def test_a_function_without_tokens_and_probed_links(tmp_path: Path) -> None:
         (["--cluster=2 nodes x 2 A100, 1.2.3 Gbit/s"], "it must name nodes"),
         (["--cluster=2 nodes x 2 A100, 1 Gbit/s, . ms"], "it must name nodes"),
         ([f"--cluster={TEXT}", "--batch=3"], "write 4"),
-        ([f"--cluster={TEXT}", "--loss=some"], "0.5%"),
-        ([f"--cluster={TEXT}", "--loss=0.5"], "0.5%"),
+        ([f"--cluster={TEXT}", "--loss=some"], "'equal'"),
     ],
 )
 def test_arguments_that_are_refused(arguments: list[str], word: str) -> None:

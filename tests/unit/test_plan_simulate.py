@@ -87,9 +87,10 @@ def not_longer(one: float, other: float) -> bool:
 @given(machines, models, strategies)
 def test_between_the_busiest_resource_and_everything_in_turn(machine, blocks, strategy) -> None:
     step = simulate(machine, blocks, strategy)
-    assert not_longer(max(step.busy_s.values(), default=0.0), step.seconds)
+    for resource in ("compute", "network", "inside", "bus"):
+        busy_s = sum(s for (of, _), s in step.busy_s.items() if of == resource)
+        assert not_longer(busy_s, step.seconds)
     assert not_longer(step.seconds, sum(step.busy_s.values()))
-    assert sum(step.parts_s.values()) == pytest.approx(step.seconds, abs=1e-6)
 
 
 @law
@@ -287,4 +288,4 @@ def test_offloaded_inputs_come_back_one_block_ahead() -> None:
     slow = replace(machine, bus_bytes_per_s=0.1)
     step = simulate(slow, blocks, strategy)
     assert step.seconds > 16.0
-    assert step.busy_s["bus"] == pytest.approx(10.0 * 2 * 3)
+    assert step.busy_s["bus", "offload"] == pytest.approx(10.0 * 2 * 3)

@@ -173,7 +173,6 @@ def test_the_report_is_as_on_record(measured: Profile) -> None:
 @pytest.mark.parametrize(
     ("limit", "found"),
     [
-        (2**40, '"block" saves least'),
         (2**40, "full reduce bucket"),
         (2**40, "Under 1024 GiB the largest batch is 2"),
         (1, "Nothing fits into 0.0010 KiB"),
@@ -182,7 +181,6 @@ def test_the_report_is_as_on_record(measured: Profile) -> None:
 def test_findings_and_their_configuration(measured: Profile, limit: int, found: str) -> None:
     profile = replace(measured, limit_bytes=limit)
     (finding,) = [f for f in findings(profile) if found in f.text]
-    assert finding.config is not None
     parse({"zero_optimization": {"stage": 3}, **finding.config}, source=finding.text)
 
 

@@ -9,7 +9,6 @@ counted: fragmentation, and NCCL's buffers.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +61,11 @@ class Parameters:
         in_blocks = {id(p) for b in blocks for p in b.module.parameters()}
         gathered = [sum(p.numel() for p in b.module.parameters()) for b in blocks]
         gathered += [p.numel() for p in parameters if id(p) not in in_blocks]
-        sizes: Counter[int] = Counter()
-        for parameter in parameters:
-            sizes[parameter.element_size()] += parameter.numel()
         return cls(
             counts=tuple(p.numel() for p in parameters),
             trainable=tuple(p.numel() for p in parameters if p.requires_grad),
             largest_block=max(gathered, default=0),
-            itemsize=max(sizes, key=lambda s: sizes[s], default=4),
+            itemsize=max((p.element_size() for p in parameters), default=4),
             hidden=getattr(getattr(model, "config", None), "hidden_size", None),
             shapes=tuple((n, p.shape) for n, p in model.named_parameters() if p.requires_grad),
             embeddings=embeddings_of(model),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,19 +88,17 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]
     for name, (section, records) in sections_on_record().items():
         method = Method(name, section, tuple(records))
         feedback = section.get("error_feedback", {})
-        fed_back = feedback.get("enabled", True)
-        judged = records
-        if not fed_back:
+        tried, judged = [method], records
+        if feedback.get("enabled", True):
+            on_host = {**section, "error_feedback": {**feedback, "device": "cpu"}}
+            tried.append(replace(method, name=f"{name}, residuals in host memory", section=on_host))
+        else:
             fewest = min((r.workers for r in records if r.workers >= exchanging), default=0)
             judged = [r for r in records if r.workers == fewest]
-        if not allows(judged, loss):
+        if allows(judged, loss):
+            allowed += tried
+        else:
             refused.append(method)
-            continue
-        allowed.append(method)
-        if fed_back:
-            on_host = {**section, "error_feedback": {**feedback, "device": "cpu"}}
-            in_host_memory = f"{name}, residuals in host memory"
-            allowed.append(Method(in_host_memory, on_host, tuple(records)))
     return allowed, refused
 
 

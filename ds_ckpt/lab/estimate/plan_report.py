@@ -21,7 +21,7 @@ from ds_ckpt.lab.hosts.hardware import Figure
 from ds_ckpt.telemetry.units import GIB, columns
 
 _LEAST = 5e-4
-"""Smallest share of a step that is shown."""
+"""Smallest share of a sum that is shown."""
 
 
 def alternatives(search: Search) -> dict[str, Candidate | None]:
@@ -44,11 +44,10 @@ def figures(question: Question) -> list[Figure]:
 def show(search: Search, best: Candidate, console: Console) -> None:
     """Print the best setting with its costs, the alternatives and the figures."""
     question, model, step = search.question, search.question.model, best.step
-    loss = question.loss if isinstance(question.loss, str) else f"{100 * question.loss:g}%"
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
         f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
-        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {loss}"
+        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {question.loss}"
     )
     console.print(f"\n[bold]Best:[/bold] {best.setting.describe()}")
     console.print(
@@ -61,7 +60,8 @@ def show(search: Search, best: Candidate, console: Console) -> None:
         console.print(f"  with AdamW's betas {b1:g} and {b2:g}, as in its verdicts")
     blocks = Counter(best.plan.choices)
     console.print("  blocks: " + ", ".join(f"{n} x {word}" for word, n in blocks.items()))
-    parts = ("s on the longest path", step.parts_s, 1.0)
+    console.print(f"  the accelerator waits for {step.waits_s:.3g} s of the step")
+    parts = ("s busy", {f"{of}: {kind}": s for (of, kind), s in step.busy_s.items()}, 1.0)
     sent = ("GB over a node's link", step.sent_bytes, 1e9)
     for title, values, unit in (parts, sent, ("GiB of memory", best.memory, GIB)):
         table = Table("", title, box=None, pad_edge=False)

@@ -105,11 +105,6 @@ class Profile:
     limit_bytes: int | None = None
     schema: int = 4
 
-    @property
-    def at_first(self) -> list[Footprint]:
-        """Every policy at the first batch."""
-        return [f for f in self.footprints if f.batch == self.footprints[0].batch]
-
     def total_bytes(self, footprint: Footprint) -> int:
         """Peak of a rank: states and activations in the passes, or the optimizer's step."""
         in_passes = self.states.resident_bytes + footprint.peak_bytes

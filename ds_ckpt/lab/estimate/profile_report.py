@@ -28,8 +28,7 @@ def document(profile: Profile) -> Document:
     found: list[Block] = []
     for number, finding in enumerate(findings(profile), 1):
         found.append(Paragraph(f"{number}. {finding.text}"))
-        if finding.config is not None:
-            found.append(Code([json.dumps(finding.config)[1:-1]]))
+        found.append(Code([json.dumps(finding.config)[1:-1]]))
     found.append(Items([f"note: {text}" for text in profile.notes]))
     sections = [
         Section(kept, [_states(profile)]),
@@ -90,21 +89,12 @@ class Finding:
     """One fact, and the configuration to merge into the DeepSpeed JSON file."""
 
     text: str
-    config: dict[str, Any] | None = None
+    config: dict[str, Any]
 
 
 def findings(profile: Profile) -> Iterator[Finding]:
     """List the facts with a setting that acts on them."""
     states, limit, best = profile.states, profile.limit_bytes, profile.best
-    recomputing = [f for f in profile.at_first if f.recompute.launches]
-    if recomputing:
-        small, first = min(recomputing, key=lambda f: f.held_bytes), profile.footprints[0]
-        yield Finding(
-            f'"{small.policy}" saves least: {size(small.held_bytes)} instead of '
-            f"{size(first.held_bytes)}, for {times(small.step.flops, first.step.flops)} the FLOPs "
-            f"and {times(small.step.launches, first.step.launches)} the operator launches.",
-            {"ds_ckpt": {"activation": small.section}},
-        )
     if states.zero_stage == 3 and states.reduce_bucket_bytes > states.trainable_bytes > 0:
         elements = states.trainable_bytes // getattr(torch, profile.dtype).itemsize
         yield Finding(

@@ -75,13 +75,7 @@ STEP = 1 << 26
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a cluster and a batch.
-
-    Attributes:
-        sequences: in a step, of all ranks.
-        loss: that may be given up.
-        dtype: "bf16" or "fp16".
-    """
+    """A model, a cluster, the sequences of a step on all ranks, and the loss that may be lost."""
 
     model: Model
     cluster: Cluster
@@ -159,12 +153,7 @@ def placement(kind: str) -> str:
 
 @dataclass
 class Candidate:
-    """A setting with its memory and its step.
-
-    Attributes:
-        memory: bytes of an accelerator by what they are.
-        host_bytes: of a rank, in host memory.
-    """
+    """A setting with its memory, in bytes of an accelerator and of a rank's host, and its step."""
 
     setting: Setting
     plan: ActivationPlan
@@ -193,15 +182,12 @@ class Candidate:
 
 
 class Search:
-    """All candidates of a question.
+    """All candidates of a question. Raises ConfigError if its batch cannot be divided.
 
     Attributes:
-        report: called with words before each micro-batch size, which takes seconds.
+        report: called before each micro-batch size, which takes seconds.
         each: sequences of a rank in a step.
         refused: methods that verdicts do not allow.
-
-    Raises:
-        ConfigError: the batch cannot be divided among the ranks.
     """
 
     def __init__(self, question: Question) -> None:
@@ -328,7 +314,6 @@ class Search:
             update_s=UPDATE_BYTES * model.trained / machine.ranks / bytes_per_s,
         )
         residuals, on_host = of.method.residual_bytes(model, machine, of.micro_steps)
-        offloaded = sum(b.offloaded_bytes for b in plan.blocks)
         memory = {**memory, "activations": plan.needed_bytes}
         in_update = self._states[of.weights].step_bytes + memory["residuals"]
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
@@ -337,7 +322,7 @@ class Search:
             plan,
             memory,
             question.capacity_bytes,
-            offloaded + on_host * residuals,
+            sum(b.offloaded_bytes for b in plan.blocks) + on_host * residuals,
             machine,
             blocks,
             strategy,
@@ -359,14 +344,14 @@ class Search:
     def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
         """Bytes beside activations."""
         model, states = self.question.model, self._states[kind]
-        nbytes, on_host = method.residual_bytes(model, self.machine, self.each // sequences)
+        residuals, on_host = method.residual_bytes(model, self.machine, self.each // sequences)
         kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
             "weights, gradients, optimizer": kept,
             "gathered weights": states.gathered_bytes,
             "buckets": states.communication_bytes,
             "the host's copy of the weights": states.host_copy_bytes,
-            "residuals": 0 if on_host else nbytes,
+            "residuals": residuals * (not on_host),
             "gradients of activations, temporaries": model.temporary_bytes(sequences),
         }
 

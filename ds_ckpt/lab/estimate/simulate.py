@@ -24,10 +24,8 @@ weights are kept), recomputes, and runs backward. With streams (NCCL) gathers ru
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ MOST_PIECES = 4
 """Largest number of pieces that a block's gathers are divided into."""
 SIMULATED = 3
 """Micro-steps that are simulated; those between the first and the last are all alike."""
+_LEFT_OUT = ("left out", "")
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,9 @@ class Machine:
 
     Attributes:
         call_s: cost of a collective for the rank that calls it, beside the link.
-        module_s: ZeRO-3's Python around one pass through a module with weights; 0 if computing
-            waits for the device.
+        module_s: ZeRO-3's Python around one pass through a module with weights.
         streams: collectives run beside computing by themselves (NCCL on GPUs).
-        slowest: factor of the slowest node's computing time; all wait for it in every collective.
+        slowest: factor of the slowest node's computing time, which all wait for.
     """
 
     hosts: int
@@ -90,7 +88,6 @@ class Block:
     """A stretch of the model that is gathered, run and reduced together.
 
     Attributes:
-        elements: of its weights.
         trained: elements that get gradients.
         calls: gathers that it takes: about one for each module with weights.
         offloaded_bytes: checkpointed inputs in host memory, which come back one block ahead.
@@ -116,7 +113,7 @@ class Gradients:
         hold_s: of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: only in the last micro-step.
-        ring: DeepSpeed's own, over the links inside and between nodes at the same time.
+        ring: DeepSpeed's own, inside and between nodes at the same time.
     """
 
     link_bytes: float
@@ -145,10 +142,9 @@ class Strategy:
     Attributes:
         bucket: elements of a bucket of gradients.
         weights: None: ZeRO-3's, gathered between nodes.
-        hpz: ZeRO++'s hpZ: weights that the first forward of a step gathers stay in their node until
-            the step's end (Wang et al. 2023, arXiv 2306.10209).
-        gathers_changed: ZeRO-1's: all ranks gather trained weights after the optimizer.
-        update_s: time of the optimizer.
+        hpz: weights that the first forward of a step gathers stay in their node until the step's
+            end (ZeRO++, Wang et al. 2023, arXiv 2306.10209).
+        gathers_changed: all ranks gather trained weights after the optimizer (ZeRO-1).
     """
 
     micro_steps: int
@@ -167,14 +163,12 @@ class Step:
     """One simulated step.
 
     Attributes:
-        parts_s: tasks of the longest path; they add up to `seconds`.
-        busy_s: by resource.
-        sent_bytes: over a node's link, by purpose.
+        busy_s: by resource and kind of task.
+        sent_bytes: over a node's link, by kind of task.
     """
 
     seconds: float
-    parts_s: Mapping[str, float]
-    busy_s: Mapping[str, float]
+    busy_s: Mapping[tuple[str, str], float]
     sent_bytes: Mapping[str, float]
 
     @property
@@ -182,65 +176,29 @@ class Step:
         """Add up the bytes over a node's link."""
         return sum(self.sent_bytes.values())
 
+    @property
+    def waits_s(self) -> float:
+        """Time in which the accelerator computes nothing."""
+        return self.seconds - sum(s for (of, _), s in self.busy_s.items() if of == "compute")
+
 
 def simulate(machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> Step:
     """Simulate a step among others like it: changes of the step before are sent in its forward."""
     run = _Run(machine, blocks, strategy)
     run.update()  # of the step before
-    begin = run.totals()
-    left_out = run.step()
-    return _step(_sum(_sum(run.totals(), begin, -1), left_out))
+    run.totals.clear()
+    begin_s = run.now_s
+    run.step()
+    return run.result(begin_s, 1)
 
 
 def in_a_row(machine: Machine, blocks: Sequence[Block], strategy: Strategy, steps: int) -> Step:
     """Return the mean of so many steps, from nothing under way to nothing under way."""
-    run, left_out = _Run(machine, blocks, strategy), _Totals()
+    run = _Run(machine, blocks, strategy)
     for _ in range(steps):
-        left_out = _sum(left_out, run.step())
+        run.step()
     run.receive_changes(math.inf)
-    return _step(_sum(_Totals(), _sum(run.totals(), left_out), 1 / steps))
-
-
-_Totals = dict[tuple[str, str], float]
-"""Totals up to a moment of the program, by a field of `Step` and its key."""
-
-
-def _sum(one: _Totals, other: _Totals, factor: float = 1.0) -> _Totals:
-    return {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in one | other}
-
-
-def _step(totals: _Totals) -> Step:
-    """The step without rounding errors."""
-    seconds = totals.get(("seconds", ""), 0.0)
-    least = {"parts_s": 1e-12 * max(seconds, 1e-12), "sent_bytes": 1e-6, "busy_s": -math.inf}
-    fields = {
-        name: {key: n for (field, key), n in totals.items() if field == name and n > more}
-        for name, more in least.items()
-    }
-    return Step(seconds, **fields)
-
-
-@dataclass
-class _Task:
-    """A task: its end, its kind, and the task that it has waited for last; None: none."""
-
-    end_s: float
-    kind: str
-    cause: _Task | None
-
-
-_BEGIN = _Task(0.0, "", None)
-_latest = functools.partial(max, key=operator.attrgetter("end_s"))
-"""Return the task that ends last; of a tie, the first."""
-
-
-def _path(task: _Task) -> Mapping[str, float]:
-    """Seconds of the longest path to a task's end, by kind."""
-    parts: defaultdict[str, float] = defaultdict(float)
-    while task.cause is not None:
-        parts[task.kind] += task.end_s - task.cause.end_s
-        task = task.cause
-    return parts
+    return run.result(0.0, steps)
 
 
 @dataclass
@@ -257,21 +215,26 @@ class _Piece:
 
 
 class _Run:
-    """Steps one after the other; `main` is the latest task that the program has waited for."""
+    """Steps one after the other.
+
+    Attributes:
+        now_s: moment that the program has waited for. A task is the moment of its end.
+        totals: busy seconds by resource and kind, bytes by ("sent", kind), and ("left out", "")
+            seconds of micro-steps that are not simulated.
+    """
 
     def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
         self.machine, self.blocks, self.strategy = machine, blocks, strategy
-        self.main = _BEGIN
-        self._last: dict[str, _Task] = {}
-        """The latest task of each resource."""
-        self._busy: defaultdict[str, float] = defaultdict(float)
-        self._sent: defaultdict[str, float] = defaultdict(float)
+        self.now_s = 0.0
+        self.totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._free: defaultdict[str, float] = defaultdict(float)
+        """Moment at which each resource is free."""
         self._earned_s = 0.0
         """Moment at which the shaper's bucket is full again."""
         self._pieces = self._micro_step()
         self._until = list(itertools.accumulate(b.elements for b in blocks))
         self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
-        self._changes: list[tuple[float, float, _Task]] = []
+        self._changes: list[tuple[float, float, float]] = []
         """Chunks of changed weights under way: the model's elements up to its end, its own, and the
         task that it is sent after."""
 
@@ -295,54 +258,54 @@ class _Run:
         each = (seconds / count, block.elements / count, block.calls / count)
         return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
 
-    def step(self) -> _Totals:
-        """Run one optimizer step, and return the share of the micro-steps that were left out."""
+    def step(self) -> None:
+        """Run one optimizer step."""
         count = self.strategy.micro_steps
-        ends = []
+        marks = []
         for number in range(simulated := min(count, SIMULATED)):
             self._run_micro_step(first=number == 0, last=number == simulated - 1)
-            ends.append(self.totals())
+            marks.append({**self.totals, _LEFT_OUT: self.now_s})
         self.update()
-        if count == simulated:
-            return _Totals()
-        return _sum(_Totals(), _sum(ends[1], ends[0], -1), count - simulated)
+        for key, value in marks[1].items() if count > simulated else ():
+            self.totals[key] += (count - simulated) * (value - marks[0].get(key, 0.0))
 
-    def totals(self) -> _Totals:
-        """Return the totals up to now."""
-        tables = {"parts_s": _path(self.main), "busy_s": self._busy, "sent_bytes": self._sent}
-        found = {(name, key): n for name, table in tables.items() for key, n in table.items()}
-        return {("seconds", ""): self.main.end_s, **found}
+    def result(self, begin_s: float, steps: int) -> Step:
+        """Return the mean step since a moment."""
+        mean = {key: n / steps for key, n in self.totals.items() if n}
+        left_out_s = mean.pop(_LEFT_OUT, 0.0)
+        sent = {kind: mean.pop((of, kind)) for of, kind in [*mean] if of == "sent"}
+        return Step((self.now_s - begin_s) / steps + left_out_s, mean, sent)
 
     def _add(
         self,
         resource: str,
         kind: str,
         seconds: float,
-        *after: _Task,
+        *after: float,
         call_s: float = 0.0,
         burst_s: float = 0.0,
-    ) -> _Task:
+    ) -> float:
         """Occupy a resource after other tasks; a pause earns `burst_s`."""
-        cause = _latest((self._last.get(resource, _BEGIN), *after))
-        end_s = cause.end_s + seconds
+        start_s = max(self._free[resource], *after)
+        end_s = start_s + seconds
         if burst_s:
-            self._earned_s = max(cause.end_s, self._earned_s) + seconds
-            end_s = max(cause.end_s, self._earned_s - burst_s)
-        self._busy[resource] += seconds + call_s
-        self._last[resource] = task = _Task(end_s + call_s, kind, cause)
-        return task
+            self._earned_s = max(start_s, self._earned_s) + seconds
+            end_s = max(start_s, self._earned_s - burst_s)
+        self.totals[resource, kind] += seconds + call_s
+        self._free[resource] = end_s + call_s
+        return end_s + call_s
 
-    def _compute(self, kind: str, seconds: float, *after: _Task) -> _Task:
+    def _compute(self, kind: str, seconds: float, *after: float) -> float:
         return self._add("compute", kind, seconds * self.machine.slowest, *after)
 
-    def _wait_for(self, task: _Task) -> None:
-        self.main = _latest((self.main, task))
+    def _wait_for(self, task: float) -> None:
+        self.now_s = max(self.now_s, task)
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
         pieces, bucket = self._pieces, self.strategy.bucket
-        gathered, exchanges, returned = list[_Task](), list[_Task](), dict[int, _Task]()
+        gathered, exchanges, returned = list[float](), list[float](), dict[int, float]()
         ahead, filled = 0.0, 0
-        computed = self.main
+        computed = self.now_s
         for number, piece in enumerate(pieces):
             while len(gathered) < len(pieces) and (
                 len(gathered) <= number or self._runs_ahead(len(gathered) - number, ahead)
@@ -350,10 +313,10 @@ class _Run:
                 gathered.append(self._gather(pieces[len(gathered)], computed, first=first))
                 ahead += pieces[len(gathered) - 1].elements
             ahead -= piece.elements
-            waits = [gathered[number], self.main]
+            waits = [gathered[number], self.now_s]
             if piece.kind == "recompute" and piece.first:
                 waits.append(self._bring_back(piece.block, returned, computed))
-            computed = self.main = self._compute(piece.kind, piece.seconds, *waits)
+            computed = self.now_s = self._compute(piece.kind, piece.seconds, *waits)
             if piece.kind == "forward" and piece.last and piece.block in self._moved:
                 self._offload(piece.block, computed)
             if piece.kind == "backward" and piece.last:
@@ -371,21 +334,21 @@ class _Run:
             return False
         return pieces <= 1 or elements < self.strategy.prefetch
 
-    def _gather(self, piece: _Piece, after: _Task, *, first: bool) -> _Task:
+    def _gather(self, piece: _Piece, after: float, *, first: bool) -> float:
         strategy = self.strategy
         if not piece.elements:
             return after
         if strategy.weights is not None:
             self.receive_changes(self._until[piece.block])
         if strategy.weights is not None or not self.machine.streams:
-            after = _latest((after, self.main))
+            after = max(after, self.now_s)
         own_copy = strategy.hpz and not (first and piece.kind == "forward")
         far = strategy.weights is None and not own_copy
         return self._all_gather(f"gather in {piece.kind}", piece.elements, after, piece.calls, far)
 
     def _all_gather(
-        self, kind: str, elements: float, after: _Task, calls: float, far: bool
-    ) -> _Task:
+        self, kind: str, elements: float, after: float, calls: float, far: bool
+    ) -> float:
         machine = self.machine
         far = far and machine.hosts > 1
         members = machine.ranks if far else machine.local
@@ -394,42 +357,42 @@ class _Run:
         for is_far in (True, False):
             if (far and is_far) or (machine.local > 1 and not is_far):
                 ends.append(self._send(kind, nbytes, members - 1, after, calls, far=is_far))
-        return _latest(ends)
+        return max(ends)
 
     def _send(
         self,
         kind: str,
         nbytes: float,
         hops: int,
-        after: _Task,
+        after: float,
         calls: float = 1,
         *,
         far: bool = True,
         all_to_all: bool = False,
-    ) -> _Task:
+    ) -> float:
         """Send over a node's link to other nodes, or over a rank's link inside its node."""
         link = self.machine.network if far else self.machine.inside
         if far:
-            self._sent[kind] += nbytes
+            self.totals["sent", kind] += nbytes
         seconds = nbytes / link.bytes_per_s * (2 if all_to_all and not link.duplex else 1)
         call_s = calls * (self.machine.call_s + hops * link.latency_s)
         burst_s = link.burst_bytes / link.bytes_per_s
         resource = "network" if far else "inside"
         return self._add(resource, kind, seconds, after, call_s=call_s, burst_s=burst_s)
 
-    def _offload(self, block: int, after: _Task) -> _Task:
+    def _offload(self, block: int, after: float) -> float:
         seconds = self.blocks[block].offloaded_bytes / self.machine.bus_bytes_per_s
         return self._add("bus", "offload", seconds, after)
 
-    def _bring_back(self, block: int, returned: dict[int, _Task], after: _Task) -> _Task:
+    def _bring_back(self, block: int, returned: dict[int, float], after: float) -> float:
         """Bring this block's inputs and the next one's from host memory; this block's task."""
         ahead = [n for n in self._moved if n <= block][-1 - (block in self._moved) :]
         for number in reversed(ahead):
             if number not in returned:
                 returned[number] = self._offload(number, after)
-        return returned.get(block, _BEGIN)
+        return returned.get(block, 0.0)
 
-    def _exchange(self, elements: int, after: _Task, exchanges: list[_Task], *, last: bool) -> None:
+    def _exchange(self, elements: int, after: float, exchanges: list[float], *, last: bool) -> None:
         """Exchange one bucket that backward has filled."""
         machine, how = self.machine, self.strategy.gradients
         if how.once and not last:
@@ -449,7 +412,7 @@ class _Run:
         if machine.hosts > 1:
             nbytes, ready = elements * how.link_bytes, begun if how.ring else after
             arrived = self._send("gradients", nbytes, how.hops, ready, all_to_all=not how.ring)
-            after = _latest((arrived, after))
+            after = max(arrived, after)
         if decode_s:
             after = self._compute("compression", elements * decode_s, after)
         exchanges.append(after)
@@ -461,19 +424,21 @@ class _Run:
         machine, strategy = self.machine, self.strategy
         if machine.ranks > 1:  # overflow and norm
             hops = 2 * math.ceil(math.log2(machine.ranks))
-            self.main = self._send("update", 0.0, hops, self.main, 2, far=machine.hosts > 1)
-        self.main = self._compute("update", strategy.update_s, self.main)
+            self.now_s = self._send("update", 0.0, hops, self.now_s, 2, far=machine.hosts > 1)
+        self.now_s = self._compute("update", strategy.update_s, self.now_s)
         if strategy.gathers_changed:
             trained = sum(b.trained for b in self.blocks)
             calls = -(-trained // ALL_GATHER_BUCKET)
-            self._wait_for(self._all_gather("gather after update", trained, self.main, calls, True))
+            self._wait_for(
+                self._all_gather("gather after update", trained, self.now_s, calls, True)
+            )
         if strategy.weights is not None and machine.hosts > 1:
             elements = self._until[-1]
             encode_s = elements * strategy.weights.encode_s
-            self.main = self._compute("changed weights", encode_s, self.main)
+            self.now_s = self._compute("changed weights", encode_s, self.now_s)
             count = max(1, round(elements / machine.ranks / CHUNK))
             each = elements / count
-            self._changes = [(elements * (n + 1) / count, each, self.main) for n in range(count)]
+            self._changes = [(elements * (n + 1) / count, each, self.now_s) for n in range(count)]
 
     def receive_changes(self, until: float) -> None:
         """Wait for the changes of the model's first `until` elements."""
@@ -482,4 +447,4 @@ class _Run:
             begun, change, after = self._changes.pop(0)
             nbytes = change * weights.link_bytes
             self._wait_for(self._send("changed weights", nbytes, 1, after, all_to_all=True))
-            self.main = self._compute("changed weights", change * weights.decode_s, self.main)
+            self.now_s = self._compute("changed weights", change * weights.decode_s, self.now_s)
