@@ -236,7 +236,7 @@ class Planner:
     def _option(self, way: Candidate, forward_s: float, allowance: Allowance) -> Option:
         cost_s, moved = self._rates.seconds(way.flops, way.moved_bytes), 0
         if allowance.offload and way.save_ops is not None:
-            sizes = self._found.trace.sizes
+            sizes = self._found.sizes
             moved = self._own_bytes({s for s in way.held if sizes[s] >= allowance.min_bytes})
         # the time by which copies outlast the computing beside them: backward takes two products
         # for each of the forward

@@ -8,25 +8,13 @@ whose results were kept, as `activation.checkpoint` does it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ds_ckpt.activation.planning.trace import Survey, SurveyedBlock, TracedOperator
+from ds_ckpt.activation.planning.trace import Survey, TracedOperator
 from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.telemetry.memory import Storage
-
-RECOMPUTES: tuple[tuple[str, ...], ...] = (
-    (),
-    ("attention",),
-    ("qkvo",),
-    ("gate",),
-    ("attention", "qkvo"),
-    ("attention", "gate"),
-    ("qkvo", "gate"),
-    ("attention", "qkvo", "gate"),
-    ("matmuls",),
-)
-"""Sets of operators whose results a recomputed block keeps, as in `save_ops`."""
 
 
 @dataclass(frozen=True)
@@ -57,67 +45,41 @@ class Candidate:
 
 def candidates_of(found: Survey, index: int) -> list[Candidate]:
     """List the ways to treat block `index`; the first is to leave it alone."""
-    block, trace = found.blocks[index], found.trace
-    operators = [o for call in block.calls for o in trace.within(call)]
-    saved = {trace.saves[n] for call in block.calls for n in range(*call.saves)}
-    held = frozenset(saved & trace.held.keys())
-    ways: dict[tuple[object, ...], Candidate] = {(): Candidate(None, held, held)}
-    for sets in RECOMPUTES:
-        if all(any(map(_kept_by(found, block, (name,)), operators)) for name in sets):
-            way = _recomputed(found, block, sets)
-            ways.setdefault((way.held, way.full, way.flops, way.moved_bytes), way)
-    return list(ways.values())
+    calls = found.blocks[index].calls
+    saved = {found.saves[n] for call in calls for n in range(*call.saves)}
+    held = frozenset(saved & found.held.keys())
+    ways = [Candidate(None, held, held), _recomputed(found, index, (), frozenset())]
+    for name, kept in (("attention", cores()), ("matmuls", products() | cores())):
+        way = _recomputed(found, index, (name,), kept)
+        if all(way.held != other.held for other in ways):
+            ways.append(way)
+    return ways
 
 
-def _kept_by(
-    found: Survey, block: SurveyedBlock, sets: Sequence[str]
-) -> Callable[[TracedOperator], bool]:
-    """Test for an operator's result in one of these sets, as `activation.selective` decides."""
-    anywhere: frozenset[object] = frozenset()
-    if "matmuls" in sets:
-        anywhere |= products() | cores()
-    if "attention" in sets:
-        anywhere |= cores()
-    inside = (
-        *(block.attention if "qkvo" in sets else ()),
-        *(block.gates if "gate" in sets else ()),
-    )
-    marked = {
-        number
-        for number, name in enumerate(found.trace.names)
-        if any(name == n or name.startswith(n + ".") for n in inside)
-    }
-    in_modules = products()
-
-    def kept(operator: TracedOperator) -> bool:
-        func = operator.func
-        return func in anywhere or (operator.module in marked and func in in_modules)
-
-    return kept
-
-
-def _recomputed(found: Survey, block: SurveyedBlock, sets: tuple[str, ...]) -> Candidate:
-    trace, keeps = found.trace, _kept_by(found, block, sets)
+def _recomputed(
+    found: Survey, index: int, save_ops: tuple[str, ...], keeps: frozenset[Any]
+) -> Candidate:
     held, saved, repeated = set[Storage](), list[set[Storage]](), list[TracedOperator]()
-    for call in block.calls:
-        saves = trace.saves[slice(*call.saves)]
+    for call in found.blocks[index].calls:
+        saves = found.saves[slice(*call.saves)]
         if not saves:  # a frozen block whose input needs no gradient
             continue
-        saved.append(trace.storages(saves))
+        saved.append(found.activations(saves))
         kept = list(call.arguments)
-        operators = trace.within(call)
+        operators = found.operators[slice(*call.operators)]
         written = {s: number for number, o in enumerate(operators) for s in o.written}
         for number, operator in enumerate(operators):
-            if operator.packs == call.saves[1]:
+            if operator.saves == call.saves[1]:
                 break  # nothing is saved from here on
-            if keeps(operator) and all(written.get(s, -1) <= number for s in operator.results):
+            is_last = all(written.get(s, -1) <= number for s in operator.results)
+            if operator.func in keeps and is_last:
                 kept += operator.results
             else:
                 repeated.append(operator)
-        held |= trace.storages(kept)
+        held |= found.activations(kept)
     largest = max((made - held for made in saved), key=found.bytes_of, default=set())
     return Candidate(
-        sets,
+        save_ops,
         frozenset(held),
         frozenset(held | largest),
         sum(operator.flops for operator in repeated),

@@ -43,11 +43,7 @@ MOST_ELEMENTS = 2**20
 
 
 class KnownValues(TorchDispatchMode):
-    """Fake tensors; operators on known values alone are computed for real.
-
-    torch's own constants (`FakeTensor.constant`) are single numbers, and their views share no
-    storage.
-    """
+    """Fake tensors; operators on known values alone are computed for real."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +63,7 @@ class KnownValues(TorchDispatchMode):
         """Return a fake tensor for a tensor, and remember the values of small integers."""
         if not isinstance(leaf, Tensor):
             return leaf
-        copy = faked(leaf, self.mode)
+        copy = _faked(leaf, self.mode)
         is_integer = not leaf.is_floating_point() and not leaf.is_complex()
         if _is_real(leaf) and is_integer and _is_small(leaf):
             self._known[copy] = leaf.detach().clone()  # a forward may write into it
@@ -89,16 +85,19 @@ class KnownValues(TorchDispatchMode):
         if name == "aten::randint" or (lifted and not args[0].is_floating_point()):
             with unset_fake_temporarily():
                 return self.fake(func(*args, **kwargs))
-        known = all(t in self._known for t in tensors)
+        is_known = all(t in self._known for t in tensors)
         try:
-            grouped = name == "aten::_grouped_mm"
-            out = _grouped(func, args, kwargs) if grouped else func(*args, **kwargs)
+            if name == "aten::_grouped_mm":  # torch infers its shape for bf16 alone
+                dtype = args[0].dtype
+                args, kwargs = tree_map(_in_bf16, (args, kwargs))
+                return func(*args, **kwargs).to(dtype)
+            out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if not known:
+            if not is_known:
                 raise
             return tree_map(self.fake, self._really(func, args, kwargs))
         results = tensors_in(out)
-        if known and self._wanted(func, tensors, results):
+        if is_known and self._keeps(func, tensors, results):
             real = tensors_in(self._really(func, args, kwargs))
             for result, value in zip(results, real, strict=True):
                 self._known[result] = value
@@ -109,7 +108,7 @@ class KnownValues(TorchDispatchMode):
                     del self._known[tensor]
         return out
 
-    def _wanted(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    def _keeps(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             # one number that decides: whether LayerDrop leaves out a layer
             return not tensors and all(t.numel() == 1 for t in results)
@@ -129,16 +128,21 @@ def _is_real(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
-def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Torch infers the shape of grouped products for bf16 alone, and computes all types."""
-    dtype = args[0].dtype
+def _in_bf16(leaf: Any) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(torch.bfloat16) if floating else leaf
 
-    def cast(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(torch.bfloat16) if floating else leaf
 
-    out = func(*tree_map(cast, args), **tree_map(cast, kwargs))
-    return out.to(dtype)
+def _faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
+    """Make a leaf of the mode like `tensor`; "meta" becomes the CPU."""
+    if _is_real(tensor) and device is None:
+        copy: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+    else:
+        home = "cpu" if tensor.device.type == "meta" else tensor.device
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        with mode:
+            copy = torch.empty_strided(size, stride, dtype=dtype, device=device or home)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -157,6 +161,28 @@ def taken_for_real() -> AbstractContextManager[None]:
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         return nullcontext()
     return _patched(utils, "is_fake_tensor", lambda _: False)
+
+
+@contextmanager
+def unknown_values_refused(where: str) -> Iterator[None]:
+    """Turn torch's errors on fake tensors into one with a remedy."""
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
+        raise UnsupportedError(
+            Problem(
+                where=where,
+                found=f"{getattr(error, 'func', None) or error}, which needs the value of a tensor",
+                why="the model is measured with fake tensors, which have shapes and no values",
+                remedy="replace the code that reads the value (.item(), nonzero, an if on a "
+                'tensor), or set "policy" to "block", "selective" or another that measures nothing',
+            ),
+            headline="the model cannot be measured",
+        ) from error
 
 
 def fake_copy(
@@ -187,7 +213,7 @@ def fake_copy(
             return modules.get(id(value), value)
         if isinstance(value, Tensor):
             if id(value) not in tensors and not isinstance(value, nn.Parameter):
-                tensors[id(value)] = faked(value, mode)
+                tensors[id(value)] = _faked(value, mode)
             return tensors.get(id(value), value)
         if kind in (list, tuple, set):
             return kind(map(copied, value))
@@ -200,7 +226,7 @@ def fake_copy(
     for module in model.modules():
         own = vars(modules[id(module)])
         for key, value in vars(module).items():
-            if key.endswith(("_hooks", "_hooks_with_kwargs", "_always_called")):
+            if key.startswith("_") and "_hooks" in key and isinstance(value, OrderedDict):
                 own[key] = OrderedDict((k, h) for k, h in value.items() if not _is_dropped(h))
             elif key in ("_parameters", "_buffers", "_modules"):  # ZeRO-3 has a class of its own
                 own[key] = {k: copied(v) for k, v in value.items()}
@@ -218,30 +244,11 @@ def _fake_parameter(
         why = "the model is measured with tensors without memory, and this weight cannot be one"
         remedy = 'set "policy" to "block", "selective" or another that measures nothing'
         raise UnsupportedError(Problem(name, kind, why, remedy))
+    home = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
     shape = getattr(parameter, "ds_shape", None)
     like = parameter if shape is None else torch.empty(shape, dtype=parameter.dtype, device="meta")
-    data = faked(like.detach(), mode, device or home_of(parameter))
+    data = _faked(like.detach(), mode, device or home)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
-
-
-def home_of(tensor: Tensor) -> torch.device:
-    """Return the device of a tensor when the model runs; for "meta" the CPU."""
-    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-
-
-def faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
-    """Make a leaf of the mode like `tensor`, which may be real, meta, or of another mode."""
-    if _is_real(tensor) and device is None:
-        twin: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
-    else:
-        with mode:
-            twin = torch.empty_strided(
-                tensor.size(),
-                tensor.stride(),
-                dtype=tensor.dtype,
-                device=device or home_of(tensor),
-            )
-    return twin.requires_grad_(tensor.requires_grad)
 
 
 def _is_dropped(hook: Any) -> bool:
@@ -255,7 +262,11 @@ def _is_dropped(hook: Any) -> bool:
 def fake_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """Copy the model and its arguments; inside, every operator is fake."""
+    """Copy the model and its arguments; inside, every operator is fake.
+
+    Raises:
+        UnsupportedError: the forward reads values that are not known.
+    """
     values = KnownValues()
     copy = fake_copy(model, values.mode, device)
     fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
@@ -263,8 +274,9 @@ def fake_run(
     on_cuda = any(p.device.type == "cuda" for p in copy.parameters())
     devices = list(range(torch.cuda.device_count())) if on_cuda else []
     try:
-        with torch.random.fork_rng(devices), values, taken_for_real(), torch.enable_grad():
-            yield copy, fake_args, fake_kwargs
+        with unknown_values_refused("the forward"), torch.random.fork_rng(devices):
+            with values, taken_for_real(), torch.enable_grad():
+                yield copy, fake_args, fake_kwargs
     finally:
         random.setstate(state)
 
@@ -307,25 +319,3 @@ class FakeModel:
         quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         with unknown_values_refused(self.name), quiet, taken_for_real(), self.values:
             yield
-
-
-@contextmanager
-def unknown_values_refused(where: str) -> Iterator[None]:
-    """Turn torch's errors on fake tensors into one with a remedy."""
-    try:
-        yield
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    ) as error:
-        raise UnsupportedError(
-            Problem(
-                where=where,
-                found=f"{getattr(error, 'func', None) or error}, which needs the value of a tensor",
-                why="the model is measured with fake tensors, which have shapes and no values",
-                remedy="replace the code that reads the value (.item(), nonzero, an if on a "
-                'tensor), or set "policy" to "block", "selective" or another that measures nothing',
-            ),
-            headline="the model cannot be measured",
-        ) from error

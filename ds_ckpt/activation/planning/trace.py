@@ -17,18 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation.blocks import (
-    Block,
-    attention_parts,
-    find_blocks,
-    gates,
-    is_norm,
-    mlp_parts,
-)
-from ds_ckpt.activation.checkpoint import Arguments
+from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
-from ds_ckpt.activation.planning.fake import fake_run, unknown_values_refused
+from ds_ckpt.activation.planning.fake import fake_run
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
 from ds_ckpt.telemetry.memory import (
@@ -42,7 +34,7 @@ from ds_ckpt.telemetry.memory import (
 )
 
 NO_STORAGE = -1
-"""Number for a tensor without a storage of its own (sparse), and for a saved weight."""
+"""Number for a tensor without a storage of its own (sparse)."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +42,15 @@ class TracedOperator:
     """An operator of the forward.
 
     Attributes:
-        module: number of the innermost module that runs.
-        packs: tensors that autograd had saved when it had run, parameters not counted.
-        results: storages of the tensors that it returned, in order.
+        saves: tensors that autograd had saved when it had run, parameters not counted.
+        results: storages of the tensors that it returned.
         written: storages that it wrote into.
         flops: of products, convolutions and attention cores.
         moved_bytes: read and written; 0 for views, and where there are flops, which take longer.
     """
 
     func: Any
-    module: int
-    packs: int
+    saves: int
     results: tuple[Storage, ...]
     written: tuple[Storage, ...]
     flops: int
@@ -68,110 +58,17 @@ class TracedOperator:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a module.
+class BlockForward:
+    """A call of a block.
 
     Attributes:
         arguments: storages of the tensors that checkpointing the call would keep.
         operators: first, and one behind the last; likewise `saves`.
     """
 
-    module: str
     arguments: set[Storage]
     operators: tuple[int, int]
     saves: tuple[int, int]
-
-
-class Trace:
-    """One forward of a copy: operators, tensors that autograd saved, calls of modules.
-
-    Args:
-        module: the copy; its modules' forwards are wrapped.
-        watched: names of modules whose calls are noted with their arguments.
-
-    Attributes:
-        tracker: to be entered around the forward, with its `saved`.
-        names: of modules, by number.
-        saves: storages of the tensors that autograd saved, in order.
-        sizes: bytes by storage.
-        weights: storages of parameters.
-    """
-
-    def __init__(self, module: nn.Module, watched: frozenset[str]) -> None:
-        self.tracker = MemoryTracker(module, operator=self._ran, noted=self._saved)
-        self.names: list[str] = []
-        self.operators: list[TracedOperator] = []
-        self.saves: list[Storage] = []
-        self.calls: list[Call] = []
-        self.sizes = self.tracker.storages.bytes
-        self._open: list[int] = [0]
-        self.weights = frozenset(map(self._storage, module.parameters())) - {NO_STORAGE}
-        for number, (name, part) in enumerate(module.named_modules()):
-            self.names.append(name)
-            if type(part).forward is not nn.Module.forward:
-                part.forward = self._wrapped(number, part.forward, name in watched)
-
-    @property
-    def held(self) -> dict[Storage, int]:
-        """Bytes of the storages that autograd held when the forward had ended, without weights."""
-        return self.tracker.saved.held
-
-    def within(self, call: Call) -> list[TracedOperator]:
-        """List the operators of a call."""
-        return self.operators[slice(*call.operators)]
-
-    def _storage(self, tensor: Tensor) -> Storage:
-        number = self.tracker.storages.number(tensor)
-        return NO_STORAGE if number is None else number
-
-    def storages(self, numbers: Iterable[Storage]) -> set[Storage]:
-        """Return the storages that are neither weights nor missing."""
-        return set(numbers) - self.weights - {NO_STORAGE}
-
-    def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
-        if not isinstance(tensor, nn.Parameter):
-            self.saves.append(NO_STORAGE if storage is None else storage)
-
-    def _ran(self, operator: Operator) -> None:
-        written: list[Storage] = []
-        for position, name in writes_to(operator.func):
-            args, kwargs = operator.args, operator.kwargs
-            value = args[position] if position < len(args) else kwargs.get(name)
-            written += map(self._storage, tensors_in(value))
-        view = not written and is_view(operator.func)
-        flops = 0 if view else flops_of(operator)
-        self.operators.append(
-            TracedOperator(
-                operator.func,
-                self._open[-1],
-                len(self.saves),
-                tuple(map(self._storage, operator.made)),
-                tuple(s for s in written if s != NO_STORAGE),
-                flops,
-                0 if view or flops else moved_bytes(operator),
-            )
-        )
-
-    def _wrapped(
-        self, number: int, forward: Callable[..., Any], watched: bool
-    ) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            self._open.append(number)
-            if watched:
-                given, named = without_empty_caches(self.names[number], args, kwargs)
-                tensors = Arguments(forward, given, named).tensors
-                arguments = self.storages(map(self._storage, tensors))
-            first, saves = len(self.operators), len(self.saves)
-            result = forward(*args, **kwargs)
-            self._open.pop()
-            if watched:
-                operators = (first, len(self.operators))
-                name, ends = self.names[number], (saves, len(self.saves))
-                self.calls.append(Call(name, arguments, operators, ends))
-            return result
-
-        return traced
 
 
 @dataclass
@@ -179,28 +76,13 @@ class SurveyedBlock:
     """A block without checkpointing.
 
     Attributes:
-        attention: names of its attention modules.
-        gates: names of its MLPs' first products.
         calls: in order.
         saved_bytes: of storages that autograd saves first inside of it.
     """
 
     name: str
-    attention: tuple[str, ...]
-    gates: tuple[str, ...]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[BlockForward] = field(default_factory=list)
     saved_bytes: int = 0
-
-    @classmethod
-    def of(cls, block: Block) -> SurveyedBlock:
-        """Find its parts."""
-        gated = {id(m) for m in gates(mlp_parts(block.name, block.module))}
-        inside = block.module.named_modules(prefix=block.name)
-        return cls(
-            block.name,
-            tuple(name for name, _ in attention_parts(block.name, block.module)),
-            tuple(name for name, module in inside if id(module) in gated),
-        )
 
 
 class Survey:
@@ -208,56 +90,133 @@ class Survey:
 
     Every storage belongs to the block, or to the outside, that saved it first.
 
+    Args:
+        module: a fake copy; its blocks' forwards are wrapped.
+        names: names of its blocks.
+
     Attributes:
+        operators: of the forward, in order.
+        saves: storages of the tensors that autograd saved, in order.
+        sizes: bytes by storage.
         blocks: in the order in which they first run.
         saved_bytes: as `SavedActivations` measures without checkpointing.
         head_bytes: saved outside of blocks before the last block has ended.
         tail_bytes: saved outside of blocks afterwards (final norm, head, loss).
         outside: storages that are saved outside of blocks.
-        block_of: by operator, the index of its block; -1 outside of blocks.
     """
 
-    def __init__(self, blocks: Sequence[SurveyedBlock], trace: Trace) -> None:
-        self.trace = trace
-        for block in blocks:
-            block.calls = [call for call in trace.calls if call.module == block.name]
-        self.blocks = sorted((b for b in blocks if b.calls), key=lambda b: b.calls[0].operators)
-        self.block_of, of_save = [-1] * len(trace.operators), [-1] * len(trace.saves)
-        for index, block in enumerate(self.blocks):
-            for call in block.calls:
-                for numbers, (first, end) in (
-                    (self.block_of, call.operators),
-                    (of_save, call.saves),
-                ):
-                    numbers[first:end] = [index] * (end - first)
-        last_save = max((n for n, index in enumerate(of_save) if index >= 0), default=-1)
-        self.head_bytes = self.tail_bytes = 0
-        outside, of_block = set[Storage](), set[Storage]()
-        for number, (storage, index) in enumerate(zip(trace.saves, of_save, strict=True)):
-            if storage not in trace.held:
-                continue
-            is_new = not (storage in outside or storage in of_block)
-            (outside if index == -1 else of_block).add(storage)
-            if is_new and index >= 0:
-                self.blocks[index].saved_bytes += trace.sizes[storage]
-            elif is_new and number > last_save:
-                self.tail_bytes += trace.sizes[storage]
-            elif is_new:
-                self.head_bytes += trace.sizes[storage]
-        self.saved_bytes = self.bytes_of(outside | of_block)
-        self.head_bytes += self.bytes_of(outside & of_block)
-        self.outside = frozenset(outside)
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self._tracker = MemoryTracker(module, operator=self._ran, noted=self._saved)
+        self.operators: list[TracedOperator] = []
+        self.saves: list[Storage] = []
+        self.sizes = self._tracker.storages.bytes
+        self._weights = set(map(self._storage, module.parameters()))
+        self.blocks = [SurveyedBlock(name) for name in names]
+        for block in self.blocks:
+            part = module.get_submodule(block.name)
+            part.forward = self._wrapped(block, part.forward)  # type: ignore[method-assign]
+        self.saved_bytes = self.head_bytes = self.tail_bytes = 0
+        self.outside: frozenset[Storage] = frozenset()
+
+    def run(self, forward: Callable[[], Any]) -> Survey:
+        """Run the forward."""
+        with self._tracker.saved, self._tracker:
+            result = forward()
+        del result
+        self.blocks = [block for block in self.blocks if block.calls]
+        self.blocks.sort(key=lambda block: block.calls[0].operators)
+        self._count()
+        return self
+
+    @property
+    def held(self) -> dict[Storage, int]:
+        """Bytes of the storages that autograd held when the forward had ended, without weights."""
+        return self._tracker.saved.held
+
+    def activations(self, storages: Iterable[Storage]) -> set[Storage]:
+        """Return the storages that are neither weights nor missing."""
+        return set(storages) - self._weights - {NO_STORAGE}
 
     def bytes_of(self, storages: Iterable[Storage]) -> int:
         """Add up the sizes of storages."""
-        return sum(self.trace.sizes[s] for s in storages)
+        return sum(self.sizes[s] for s in storages)
 
     def forward_s(self, rates: Rates) -> list[float]:
         """Return seconds by block; the last entry is what runs outside of blocks."""
-        found = [0.0] * (len(self.blocks) + 1)
-        for operator, block in zip(self.trace.operators, self.block_of, strict=True):
-            found[block] += rates.seconds(operator.flops, operator.moved_bytes)
-        return found
+        every = sum(rates.seconds(o.flops, o.moved_bytes) for o in self.operators)
+        inside = [
+            sum(
+                rates.seconds(o.flops, o.moved_bytes)
+                for call in block.calls
+                for o in self.operators[slice(*call.operators)]
+            )
+            for block in self.blocks
+        ]
+        return [*inside, max(0.0, every - sum(inside))]
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        number = self._tracker.storages.number(tensor)
+        return NO_STORAGE if number is None else number
+
+    def _saved(self, tensor: Tensor, storage: Storage | None) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self.saves.append(NO_STORAGE if storage is None else storage)
+
+    def _ran(self, operator: Operator) -> None:
+        written: list[Tensor] = []
+        for position, name in writes_to(operator.func):
+            args, kwargs = operator.args, operator.kwargs
+            written += tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        view = not written and is_view(operator.func)
+        flops = 0 if view else flops_of(operator)
+        self.operators.append(
+            TracedOperator(
+                operator.func,
+                len(self.saves),
+                tuple(map(self._storage, operator.made)),
+                tuple(map(self._storage, written)),
+                flops,
+                0 if view or flops else moved_bytes(operator),
+            )
+        )
+
+    def _wrapped(self, block: SurveyedBlock, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            given, named = without_empty_caches(block.name, args, kwargs)
+            arguments = self.activations(map(self._storage, tensors_in((given, named))))
+            first, saves = len(self.operators), len(self.saves)
+            result = forward(*args, **kwargs)
+            operators, ends = (first, len(self.operators)), (saves, len(self.saves))
+            block.calls.append(BlockForward(arguments, operators, ends))
+            return result
+
+        return traced
+
+    def _count(self) -> None:
+        owners: list[SurveyedBlock | None] = [None] * len(self.saves)
+        for block in self.blocks:
+            for first, end in (call.saves for call in block.calls):
+                owners[first:end] = [block] * (end - first)
+        ends = [call.saves[1] for block in self.blocks for call in block.calls]
+        last_end = max(ends, default=0)
+        outside, of_block = set[Storage](), set[Storage]()
+        for number, (storage, owner) in enumerate(zip(self.saves, owners, strict=True)):
+            if storage not in self.held:
+                continue
+            size = 0 if storage in outside or storage in of_block else self.sizes[storage]
+            if owner is not None:
+                of_block.add(storage)
+                owner.saved_bytes += size
+                continue
+            outside.add(storage)
+            if number < last_end:
+                self.head_bytes += size
+            else:
+                self.tail_bytes += size
+        self.saved_bytes = self.bytes_of(outside | of_block)
+        self.head_bytes += self.bytes_of(outside & of_block)
+        self.outside = frozenset(outside)
 
 
 def survey(
@@ -279,21 +238,17 @@ def survey(
 
     Raises:
         ConfigError: no blocks are found.
-        UnsupportedError: the forward depends on values of tensors, or torch cannot tell the shape
+        UnsupportedError: the forward depends on values of tensors, or torch cannot infer the shape
             of an operator's result.
     """
-    found = find_blocks(model, modules)
-    outermost = [b for b in found if not any(b.name.startswith(f"{o.name}.") for o in found)]
-    blocks = [SurveyedBlock.of(block) for block in outermost]
-    with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
+    names = [block.name for block in find_blocks(model, modules)]
+    outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+    with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
         # with the hook in place, as in training: transformers then leaves out its cache
-        plainly = CheckpointedBlocks(twin, units=[])
-        trace = Trace(twin, frozenset(block.name for block in blocks))
-        with unknown_values_refused("the forward"):
-            with trace.tracker.saved, trace.tracker:
-                result = twin(*fake_args, **fake_kwargs)
-        del plainly, result
-    return Survey(blocks, trace)
+        hooks = CheckpointedBlocks(copy, units=[])
+        found = Survey(copy, outermost).run(lambda: copy(*fake_args, **fake_kwargs))
+        del hooks
+    return found
 
 
 @dataclass(frozen=True)
@@ -435,15 +390,13 @@ def simulate(
     Raises:
         UnsupportedError: see `survey`.
     """
-    with fake_run(model, args, kwargs, device) as (twin, fake_args, fake_kwargs):
-        parts = dict(twin.named_modules())
-
-        def on_twin(block: Block) -> Block:
-            return Block(block.name, parts[block.name])
-
-        put = [replace(unit, blocks=tuple(map(on_twin, unit.blocks))) for unit in units]
-        with unknown_values_refused("the forward"):
-            return StepTrace(twin).run(lambda: twin(*fake_args, **fake_kwargs), put)
+    with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
+        parts = {b.name: copy.get_submodule(b.name) for unit in units for b in unit.blocks}
+        on_copy = [
+            replace(unit, blocks=tuple(Block(b.name, parts[b.name]) for b in unit.blocks))
+            for unit in units
+        ]
+        return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy)
 
 
 @contextmanager
