@@ -86,15 +86,13 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
             found.append(Block(name, module))
     if unused:
         classes = repeated_classes(model) or sorted({type(m).__name__ for m in model.modules()})
-        raise ConfigError(
-            Problem(
-                where=_PATH,
-                found=", ".join(f'"{pattern}"' for pattern in sorted(unused)),
-                why="no module with a forward has this class name or matches this pattern "
-                "(of a list of blocks name the items: layers.*)",
-                remedy=f"classes of this model: {', '.join(classes[:20])}",
-            )
+        found_none = ", ".join(f'"{pattern}"' for pattern in sorted(unused))
+        why = (
+            "no module with a forward has this class name or matches this pattern (of a list of "
+            "blocks name the items: layers.*)"
         )
+        remedy = f"classes of this model: {', '.join(classes[:20])}"
+        raise ConfigError(Problem(_PATH, found_none, why, remedy))
     return found
 
 
@@ -103,12 +101,12 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
 
     Args:
         model: any module; Hugging Face models may be wrapped (PEFT).
-        patterns: class names or fnmatch patterns over module names; None takes Hugging Face's own
-            layers.
+        patterns: class names or fnmatch patterns over module names; None takes the layers that
+            Hugging Face declares.
 
     Raises:
         ConfigError: a pattern matches nothing, or there is no pattern and no declared layer.
-        UnsupportedError: the model says that it must not be checkpointed.
+        UnsupportedError: the model forbids checkpointing.
     """
     if patterns is not None:
         blocks = by_pattern(model, patterns)
@@ -116,26 +114,15 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
         blocks = [Block(n, m) for n, m in model.named_modules() if is_hf_layer(m)]
         supported = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
         if blocks and next((s for s in supported if s is not None), True) is False:
-            raise UnsupportedError(
-                Problem(
-                    where=_PATH,
-                    found=f"null, for {type(model).__name__}",
-                    why="the model sets supports_gradient_checkpointing = False",
-                    remedy='set "policy": "none", or name blocks that are safe in "modules"',
-                )
-            )
+            why = f"{type(model).__name__} sets supports_gradient_checkpointing = False"
+            remedy = 'set "policy": "none", or name blocks that are safe in "modules"'
+            raise UnsupportedError(Problem(_PATH, "null", why, remedy))
     if not blocks:
         likely = repeated_classes(model)
         example = f'["{likely[0]}"]' if likely else '["MyBlock", "encoder.layers.*"]'
-        raise ConfigError(
-            Problem(
-                where=_PATH,
-                found="null",
-                why=f"{type(model).__name__} has no layers with Hugging Face's checkpointing hook, "
-                "so its blocks must be named",
-                remedy=f'write "modules": {example} in "ds_ckpt": {{"activation": ...}}',
-            )
-        )
+        why = f"{type(model).__name__} declares no layers to Hugging Face; its blocks must be named"
+        remedy = f'write "modules": {example} in "ds_ckpt": {{"activation": ...}}'
+        raise ConfigError(Problem(_PATH, "null", why, remedy))
     return blocks
 
 

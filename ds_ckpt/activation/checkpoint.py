@@ -1,20 +1,10 @@
 """One checkpointed forward: `torch.utils.checkpoint`, and what torch leaves to its caller.
 
-torch keeps a call's positional tensors, random states and autocast, and runs the call again, once
-in a backward, when its saved tensor is unpacked (non-reentrant checkpointing; Chen et al., arXiv
-1604.06174). It is given one empty tensor. Tensors that autograd saves inside are numbered here, and
-the first number that backward unpacks unpacks torch's tensor. The graph is that of the forward, so
-gradients are equal to those without checkpointing.
-
-The contexts that torch enters around the forward and around the recomputation add:
-
-1. every tensor of the call is a positional one (`Arguments`), so that hooks see all of them;
-2. module state, objects, generators and random states of tensor parallelism are the forward's;
-3. results of chosen operators are kept (`selective.py`);
-4. several calls have one recomputation: an input made by the call before is not kept, but taken
-   from that call's own recomputation;
-5. hooks: weights are never held (ZeRO-3 changes their storage), values can be compared, a
-   recomputation ends once it has every saved tensor, and errors name the block.
+torch runs a call again (non-reentrant checkpointing; Chen et al., arXiv 1604.06174) when its one
+saved tensor is unpacked. Tensors that autograd saves inside are numbered here, and the first number
+that backward unpacks unpacks torch's tensor. The contexts that torch enters restore state
+(`snapshot.py`), keep results of operators (`selective.py`), link calls that have one recomputation,
+never hold weights (ZeRO-3 changes their storage), and compare values.
 """
 
 from __future__ import annotations
@@ -22,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -49,45 +39,9 @@ from ds_ckpt.telemetry.memory import in_words, version_of
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-class Arguments:
-    """A call, taken apart into its tensors and the rest.
-
-    Containers that torch's pytree knows (tuples, lists, dicts, model outputs) are taken apart.
-    Parameters count as the rest: ZeRO-3 exchanges their storage.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.function = function
-        leaves, self._spec = tree_flatten((args, kwargs))
-        self.tensors: list[Tensor] = []
-        self.others: list[Any] = []
-        self._is_tensor = [
-            isinstance(v, Tensor) and not isinstance(v, nn.Parameter) for v in leaves
-        ]
-        for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True):
-            (self.tensors if is_tensor else self.others).append(leaf)
-
-    def put_together(
-        self, tensors: Sequence[Tensor], others: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors and other values."""
-        given, rest = iter(tensors), iter(others)
-        leaves = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return args, kwargs
-
-
 @dataclass
 class RecomputeContext:
-    """Surroundings of all blocks of a model.
-
-    Attributes:
-        recompute: scopes entered around every recomputation.
-        trackers: random states beside torch's own.
-        removed: checkpointing was removed from the model.
-    """
+    """Surroundings of a model's blocks: scopes around recomputations, random states, removal."""
 
     recompute: Sequence[Scope] = ()
     trackers: Sequence[Tracker] = ()
@@ -95,15 +49,11 @@ class RecomputeContext:
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """Return memory, version and geometry of a tensor, or None if it has no memory of its own.
-
-    Equal for another tensor object over the same values, as ZeRO-3's hooks make them.
-    """
+    """Return memory, version and geometry of a tensor; equal for ZeRO-3's copies of the object."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_inference():
         return None
-    geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype)
-    flags = (value.is_conj(), value.is_neg())
-    return (value.untyped_storage()._cdata, value._version, *geometry, *flags)
+    geometry = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj())
+    return (value.untyped_storage()._cdata, value._version, *geometry)
 
 
 _Link = tuple["Call", Callable[[Any], Any], int]
@@ -133,91 +83,84 @@ class _Stop(BaseException):
     """Ends a recomputation that has all saved tensors. No `Exception`: a block may catch those."""
 
 
+@dataclass
 class _Comparison:
     """Tensors that one recomputation saves, compared with those of the forward.
 
-    Args:
-        block: name of the block.
-        saved: tensors of the forward.
+    Attributes:
         runs_on: the recomputation runs to its end, for its outputs.
+        differing: number of each compared tensor, 0 if fingerprints are equal; read at the end.
     """
 
-    def __init__(self, block: str, saved: Sequence[_Saved], *, runs_on: bool) -> None:
-        self._block, self._saved, self._runs_on = block, saved, runs_on
-        self.values: list[Tensor] = []
-        self._versions: list[int] = []
-        self._fingerprints = FingerprintCache()
-        self._differing: list[Tensor] = []
-        """Number of each compared tensor, 0 if fingerprints are equal; read once, at the end."""
-        self._difference: Problem | None = None
+    block: str
+    saved: Sequence[_Saved]
+    runs_on: bool
+    values: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    fingerprints: FingerprintCache = field(default_factory=FingerprintCache)
+    differing: list[Tensor] = field(default_factory=list)
+    difference: Problem | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Compare and keep the next saved tensor."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         index = len(self.values)
-        if index == len(self._saved):
+        if index == len(self.saved):
             self.differs(f"it saves more than the {index} tensors of the forward")
-        shape, dtype, device, before = self._saved[index]
+        shape, dtype, device, before = self.saved[index]
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
             self.differs(
                 f"saved tensor {index + 1} is {in_words(tensor.shape, tensor.dtype)}, "
                 f"in the forward it was {in_words(shape, dtype)}"
             )
         if before is not None:
-            now = self._fingerprints(tensor)
+            now = self.fingerprints(tensor)
             assert now is not None, "the same shape and device have a fingerprint"
-            self._differing.append(torch.ne(now, before) * (index + 1))
+            self.differing.append(torch.ne(now, before) * (index + 1))
         # counts versions with the original
         value = tensor.detach() if tensor.requires_grad else tensor
         self.values.append(value)
-        self._versions.append(value._version)
-        if len(self.values) == len(self._saved) and not self._runs_on:
+        self.versions.append(value._version)
+        if len(self.values) == len(self.saved) and not self.runs_on:
             raise _Stop
         return value
 
     def finish(self) -> None:
         """Raise the first difference."""
-        if self._difference is not None:  # the block has caught the error
-            raise RecomputeError(self._difference)
-        expected, count = len(self._saved), len(self.values)
+        if self.difference is not None:  # the block has caught the error
+            raise RecomputeError(self.difference)
+        expected, count = len(self.saved), len(self.values)
         if count != expected:
             self.differs(f"it saves {count} tensors, the forward saved {expected}")
-        if self._differing:
-            numbers = torch.stack([n.to(self._differing[0].device) for n in self._differing])
+        if self.differing:
+            numbers = torch.stack([n.to(self.differing[0].device) for n in self.differing])
             if bool(numbers.any()):
                 number = int(numbers[numbers > 0].min())
-                kind = in_words(*self._saved[number - 1][:2])
+                kind = in_words(*self.saved[number - 1][:2])
                 self.differs(f"saved tensor {number} ({kind}) has other values")
-        for number, (value, version) in enumerate(zip(self.values, self._versions, strict=True), 1):
+        for number, (value, version) in enumerate(zip(self.values, self.versions, strict=True), 1):
             if value._version != version:
                 self.differs(f"it changes saved tensor {number} in place")
 
     def differs(self, what: str) -> NoReturn:
         """Raise the first difference between forward and recomputation."""
-        problem = Problem(
-            where=self._block,
-            found=what,
-            why="backward needs the forward's values, and this block does not repeat them: "
-            "its gradients would be wrong",
-            remedy="remove what differs from run to run (state kept between calls, random "
-            "numbers from outside torch, operators that are not deterministic), enter contexts "
-            "of the forward (sdpa_kernel) around the backward, too, or leave the block out: "
-            f'"rules": [{{"match": "{self._block}", "policy": "none"}}]',
+        why = "backward needs the forward's values; its gradients would be wrong"
+        remedy = (
+            "remove what differs from run to run (state kept between calls, random numbers from "
+            "outside torch), enter contexts of the forward (sdpa_kernel) around the backward, too, "
+            f'or leave the block out: "rules": [{{"match": "{self.block}", "policy": "none"}}]'
         )
-        self._difference = self._difference or problem
-        raise RecomputeError(self._difference)
+        problem = Problem(self.block, what, why, remedy)
+        self.difference = self.difference or problem
+        raise RecomputeError(self.difference)
 
 
 class Call:
     """One forward of one block, and its recomputation.
 
     The autograd graph references it through torch's hooks; it references nothing of the graph.
-
-    Args:
-        target: the module.
-        context: scopes and random states.
-        check: compare the saved values with those of the recomputation.
+    With `check`, saved values are compared with those of the recomputation.
     """
 
     def __init__(
@@ -264,13 +207,17 @@ class Call:
             last: no call follows that may be linked to this one.
         """
         target, self._last = self._target, last
-        self._arguments, self._own = Arguments(function, args, kwargs), (args, kwargs)
-        tensors, others = self._arguments.tensors, self._arguments.others
-        self._arguments.tensors = self._arguments.others = []
+        self._function, self._own = function, (args, kwargs)
+        leaves, self._spec = tree_flatten((args, kwargs))
+        # parameters are taken as they are: ZeRO-3 exchanges their storage
+        self._is_tensor = [
+            isinstance(v, Tensor) and not isinstance(v, nn.Parameter) for v in leaves
+        ]
+        pairs = list(zip(leaves, self._is_tensor, strict=True))
         # tensors from inference mode count no versions and cannot be saved, copies can
-        tensors = [t.clone() if t.is_inference() else t for t in tensors]
+        tensors = [v.clone() if v.is_inference() else v for v, is_tensor in pairs if is_tensor]
         versions = [t._version for t in tensors]
-        self._snapshot = Snapshot(target, others)
+        self._snapshot = Snapshot(target, [v for v, is_tensor in pairs if not is_tensor])
         self._random = [(t, dict(t.get_states())) for t in self._context.trackers]
         if before is not None:
             self._links = before.links_of(tensors)
@@ -286,22 +233,16 @@ class Call:
             kept += [torch.empty(0, device=device) for device in devices]
         contexts = (self._forward(), self)
         result = checkpoint(
-            self._function,
+            self._run_block,
             *kept,
             use_reentrant=False,
             context_fn=lambda: contexts,
             determinism_check="none",
             early_stop=False,
         )
-        for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if tensor._version != version:
-                raise refusal(
-                    target.name,
-                    f"its forward changes its argument tensor {index + 1} "
-                    f"({in_words(tensor.shape, tensor.dtype)}) in place",
-                    CHANGED,
-                    f"write x = x + y for x += y, {LEAVE_OUT}",
-                )
+        if [t._version for t in tensors] != versions:
+            found, remedy = "its forward changes an argument in place", "write x = x + y for x += y"
+            raise refusal(target.name, found, CHANGED, f"{remedy}, {LEAVE_OUT}")
         self._snapshot.after()
         if self._recording is not None:
             outside = self._snapshot.reachable((result, args, kwargs))
@@ -313,17 +254,19 @@ class Call:
         self._finished = True
         return result
 
-    def _function(self, *tensors: Tensor) -> Any:
+    def _run_block(self, *tensors: Tensor) -> Any:
         """Run the block, in the forward and in the recomputation."""
-        function = self._arguments.function
+        function = self._function
         if self._own is not None:  # with the caller's own lists and dicts, into which it may write
             (args, kwargs), self._own = self._own, None
             return function(*args, **kwargs)
-        given = [
+        given = (
             (self._inputs.pop(i) if i in self._links else t).detach().requires_grad_(needs)
             for i, (t, needs) in enumerate(zip(tensors, self._needs_gradient, strict=False))
-        ]
-        args, kwargs = self._arguments.put_together(given, self._snapshot.copied_arguments())
+        )
+        others = iter(self._snapshot.copied_arguments())
+        leaves = [next(given) if is_tensor else next(others) for is_tensor in self._is_tensor]
+        args, kwargs = tree_unflatten(leaves, self._spec)
         target = self._target
         if (self._links or not self._last) and _partitioned(target.module):
             # its own weights are gathered by its hooks, and only the last call's are here
@@ -364,12 +307,9 @@ class Call:
                 self._recompute(torch_unpack)
             values = self._values[backward]
             if holder not in values:
-                raise refusal(
-                    name,
-                    "a saved tensor that backward asks for twice",
-                    "torch.utils.checkpoint returns each recomputed value once",
-                    f"read ctx.saved_tensors once in your autograd function, {LEAVE_OUT}",
-                )
+                found = "a saved tensor that is unpacked twice"
+                why = "torch.utils.checkpoint returns each recomputed value once"
+                raise refusal(name, found, why, f"read ctx.saved_tensors once, {LEAVE_OUT}")
             return values.pop(holder)
 
         try:
@@ -432,27 +372,19 @@ class Call:
     def _recomputation(self) -> Iterator[None]:
         target = self._target
         if not self._finished:
-            raise refusal(
-                target.name,
-                "a backward through a forward that has not ended, or ended with an exception",
-                "the recomputation needs a forward that has returned",
-                f"compute gradients behind the block, {LEAVE_OUT}",
-            )
+            found = "a backward through a forward that has not ended, or ended with an exception"
+            why = "the recomputation needs a forward that has returned"
+            raise refusal(target.name, found, why, f"compute gradients behind it, {LEAVE_OUT}")
         if self._context.removed:
-            raise refusal(
-                target.name,
-                "checkpointing that was removed after the block's forward",
-                "the recomputation would find a module that runs otherwise than in its forward",
-                "change checkpointing only when no backward is outstanding",
-            )
-        comparison = _Comparison(target.name, self._saved, runs_on=self._is_followed)
+            found = "checkpointing that was removed after the block's forward"
+            why = "the recomputation would find another module than its forward"
+            raise refusal(target.name, found, why, "remove it when no backward is outstanding")
+        comparison = _Comparison(target.name, self._saved, self._is_followed)
         with ExitStack() as stack:
             for scope in self._context.recompute:
                 stack.enter_context(scope())
-            self._inputs = {
-                index: call.outputs_again(unpack)[number]
-                for index, (call, unpack, number) in self._links.items()
-            }
+            links = self._links.items()
+            self._inputs = {i: call.outputs_again(unpack)[n] for i, (call, unpack, n) in links}
             for call, *_ in self._links.values():
                 call._made = []
             for tracker, states in self._random:

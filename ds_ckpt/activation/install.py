@@ -21,15 +21,13 @@ from ds_ckpt.activation.blocks import is_hf_layer
 from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
-from ds_ckpt.activation.snapshot import CheckpointedModule, refusal
+from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
-Surrounding = Callable[
-    [str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
-"""Function that calls, for a block of this name, the first function with the others."""
+Surrounding = Callable[..., Any]
+"""`around(label, checkpointed, function, args, kwargs)` calls the second with those that follow."""
 
 
 class CheckpointedBlocks:
@@ -37,14 +35,12 @@ class CheckpointedBlocks:
 
     Args:
         model: the engine's module.
-        patterns: see `find_blocks`; short for `Policy(modules=patterns)`.
+        patterns: short for `Policy(modules=patterns)`.
         scopes: context managers entered around every recomputation.
         policy: policy of the blocks; default: all are recomputed.
         units: modules of each recomputation, instead of the policy's.
-        around: called instead of every checkpointed call, as
-            `around(label, checkpointed, function, args, kwargs)`; returns the result of
-            `checkpointed(function, *args, **kwargs)`. Saved-tensor hooks that it enters see only
-            what the call keeps for its recomputation.
+        around: called instead of every checkpointed call; saved-tensor hooks that it enters see
+            only what the call keeps for its recomputation.
         trackers: random states beside torch's own.
 
     Raises:
@@ -83,9 +79,8 @@ class CheckpointedBlocks:
         is_plain = len(unit.blocks) == 1 and not (unit.save_ops or self._around)
         unit_run = _Run(self._context, unit, self._check_every, self._around)
         for index, block in enumerate(unit.blocks):
-            choice = None
-            if unit.save_ops:
-                choice = Choice(unit.save_ops, unit.where, block.name, block.module, self._patches)
+            given = (unit.save_ops, unit.where, block.name, block.module, self._patches)
+            choice = Choice(*given) if unit.save_ops else None
             target = CheckpointedModule(block.name, block.module, choice)
             run: Callable[..., Any] = functools.partial(unit_run, index, target)
             if not is_plain or self._check_every:
@@ -204,23 +199,15 @@ def _warn_once(words: str) -> None:
 def _refuse_contradiction(function: Any, every_n_layers: int) -> None:
     """Refuse checkpointing by transformers that differs from torch's own with its defaults."""
     target, keywords = getattr(function, "func", function), getattr(function, "keywords", {})
-    others = {
-        key: value for key, value in keywords.items() if (key, value) != ("use_reentrant", False)
-    }
+    others = {k: v for k, v in keywords.items() if (k, v) != ("use_reentrant", False)}
     if target is checkpoint and not others and every_n_layers == 1:
         return
-    name = getattr(target, "__qualname__", str(target))
-    raise UnsupportedError(
-        Problem(
-            where="TrainingArguments(activation_checkpointing_kwargs=...)",
-            found=f"checkpointing by {name} with {others}, every_n_layers={every_n_layers}",
-            why="the policy of ds_ckpt decides which blocks are recomputed and how, and replaces "
-            "it (reentrant recomputation gathers every weight 3 times)",
-            remedy='drop it, or set "ds_ckpt": {"activation": {"policy": "none"}} to leave '
-            "checkpointing to transformers",
-        ),
-        headline="the model has other checkpointing on",
-    )
+    name = getattr(target, "__qualname__", target)
+    found = f"{name} with {others}, every_n_layers={every_n_layers}"
+    why = "the policy of ds_ckpt decides which blocks are recomputed and how, and replaces it"
+    remedy = 'drop it, or set "ds_ckpt": {"activation": {"policy": "none"}}'
+    problem = Problem("TrainingArguments(activation_checkpointing_kwargs=...)", found, why, remedy)
+    raise UnsupportedError(problem, headline="the model has other checkpointing on")
 
 
 def _refuse_to_change(
@@ -255,19 +242,12 @@ def _is_cache(value: Any) -> bool:
 def without_empty_caches(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with None for every empty cache.
-
-    Raises:
-        UnsupportedError: a cache is not empty.
-    """
+    """Return the arguments with None for every empty cache; others are refused."""
     for value in filter(_is_cache, (*args, *kwargs.values())):
         if value.get_seq_length() > 0:
-            raise refusal(
-                name,
-                f"{type(value).__name__} with {value.get_seq_length()} positions",
-                "the recomputation would append this block's keys and values a second time",
-                "train without a prefix in the cache, or leave the block out of checkpointing",
-            )
+            found = f"{type(value).__name__} with {value.get_seq_length()} positions"
+            why = "the recomputation would append this block's keys and values a second time"
+            raise refusal(name, found, why, f"train without a prefix in the cache, {LEAVE_OUT}")
         _warn_once(
             f"{type(value).__name__} is left out in training: checkpointed blocks must not fill a "
             "cache (model.config.use_cache = False avoids this)"

@@ -60,14 +60,10 @@ class RecomputePolicy(Section):
     compared: ClassVar[tuple[Mapping[str, Any], ...]] = ()
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
-        """Return the units of some blocks, which are in the model's order.
-
-        Args:
-            blocks: the blocks.
-            where: JSON path of the section, for messages.
+        """Return the units of some blocks, in the model's order.
 
         Raises:
-            ConfigError: the blocks have no modules for the policy.
+            ConfigError: the blocks have no modules for the policy; `where` is the JSON path.
         """
         return []
 
@@ -81,11 +77,7 @@ _AnyPolicy = TypeVar("_AnyPolicy", bound=RecomputePolicy)
 
 
 def register_policy(policy: type[_AnyPolicy]) -> type[_AnyPolicy]:
-    """Register a policy under its name. A class decorator.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register a policy under its name (a class decorator); ValueError if the name is taken."""
     if policy.name in _POLICIES or policy.name in PLANNED:
         raise ValueError(f'there is a policy "{policy.name}" already')
     _POLICIES[policy.name] = policy
@@ -126,12 +118,7 @@ def setting_fields() -> dict[str, Any]:
 
 @dataclass(frozen=True, init=False)
 class PolicySettings:
-    """A registered policy with its settings.
-
-    Args:
-        policy: name of the policy; "none" leaves blocks alone.
-        values: settings that differ from their defaults.
-    """
+    """A registered policy with its settings; "none" leaves blocks alone."""
 
     policy: str
     values: RecomputePolicy
@@ -166,12 +153,7 @@ class Policy:
 
 
 def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
-    """Return the units of a model.
-
-    Raises:
-        ConfigError: nothing is found for a pattern, a rule or a policy.
-        UnsupportedError: from `find_blocks`.
-    """
+    """Return the units of a model; ConfigError if a pattern, rule or policy finds nothing."""
     if policy.modules is not None and policy.settings.values.of_parts and not policy.rules:
         return [Unit((block,)) for block in by_pattern(model, policy.modules)]
     left = dict(enumerate(find_blocks(model, policy.modules)))
@@ -183,14 +165,8 @@ def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
         named = [n for n, block in left.items() if _matches(rule.match, n, block.name)]
         units += rule.settings.values.units([left.pop(n) for n in named], where)
         if not named:
-            problems.append(
-                Problem(
-                    where=f"{where}.match",
-                    found=f'"{rule.match}"',
-                    why="no block that the earlier rules leave has this index or name",
-                    remedy=described,
-                )
-            )
+            why = "no block that the earlier rules leave has this index or name"
+            problems.append(Problem(f"{where}.match", f'"{rule.match}"', why, described))
     if problems:
         raise ConfigError(problems)
     units += policy.settings.values.units(list(left.values()), _SECTION)
@@ -226,7 +202,6 @@ class _Parts(RecomputePolicy):
     of_parts, compared = True, ({},)
 
     def chains(self, block: Block) -> list[list[Part]]:
-        """Return the parts of a block, each as modules that run one after the other."""
         raise NotImplementedError
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
@@ -234,15 +209,12 @@ class _Parts(RecomputePolicy):
         if blocks and not chains:
             name, module = blocks[0].name, blocks[0].module
             children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children())
-            raise ConfigError(
-                Problem(
-                    where=f"{where}.policy",
-                    found=f'"{self.name}"',
-                    why=f"no part of {type(module).__name__} is called like an {self.name}; it has "
-                    f"{children or 'no parts'}",
-                    remedy=f'name the parts: "modules": ["{name}.<part>"], or use "block"',
-                )
+            why = (
+                f"no part of {type(module).__name__} is called like an {self.name}; it has "
+                f"{children or 'no parts'}"
             )
+            remedy = f'name the parts: "modules": ["{name}.<part>"], or use "block"'
+            raise ConfigError(Problem(f"{where}.policy", f'"{self.name}"', why, remedy))
         return [Unit(tuple(Block(*part) for part in chain)) for chain in chains]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -67,17 +66,9 @@ def _named(name: str, where: str) -> frozenset[Any]:
     operators = {getattr(packet, o) for o in known if overload in ("", o)}
     pure = frozenset(o for o in operators if not o._schema.is_mutable)
     if not pure:
-        raise ConfigError(
-            Problem(
-                where=where,
-                found=f'"{name}"',
-                why="it changes its argument, so its result cannot be kept"
-                if operators
-                else "it is neither a set nor an operator that torch knows",
-                remedy=f'write sets ({", ".join(SETS)}), joined by "+", or operators such as '
-                '"aten.mm"',
-            )
-        )
+        why = "its result cannot be kept" if operators else "torch knows no such operator or set"
+        remedy = f'write sets ({", ".join(SETS)}), joined by "+", or operators such as "aten.mm"'
+        raise ConfigError(Problem(where, f'"{name}"', why, remedy))
     return pure
 
 
@@ -87,8 +78,9 @@ class Choice:
     Args:
         save_ops: sets joined by "+", or operators.
         where: JSON path of the list, for messages.
-        name, block: the block.
-        patches: where the marks on attention and gates are noted.
+        name: name of the block.
+        block: the block.
+        patches: record of the marks on attention and gates.
 
     Raises:
         ConfigError: a name is unknown, or the block has no such part.
@@ -99,58 +91,42 @@ class Choice:
     ) -> None:
         # a dispatch mode's first use imports it, and would keep that forward's frames alive
         importlib.import_module("torch._dynamo")
-        self._where = where
-        self._always: dict[str, frozenset[Any]] = {}
-        self._inside: Counter[str] = Counter()
-        """Number of marked modules of each kind that are running."""
-        self._marks: list[str] = []
-        for word in dict.fromkeys(part for entry in save_ops for part in entry.split("+")):
-            if word in ("qkvo", "gate"):
-                self._mark(word, name, block, patches)
-            elif word == "attention":
-                self._always[word] = cores()
-            else:
-                both = products() | cores()
-                self._always[word] = both if word == "matmuls" else _named(word, where)
-        self._quick = frozenset().union(*self._always.values())
+        self._inside = 0
+        """Number of marked modules that are running."""
         self._products = products()  # looked up here and not in the middle of a forward
+        anywhere: set[Any] = set()
+        for word in (part for entry in save_ops for part in entry.split("+")):
+            if word == "matmuls":
+                anywhere |= products() | cores()
+            elif word == "attention":
+                anywhere |= cores()
+            elif word not in ("qkvo", "gate"):
+                anywhere |= _named(word, where)
+            else:
+                parts = [module for _, module in attention_parts(name, block)]
+                parts = gates(mlp_parts(name, block)) if word == "gate" else parts
+                if not parts:
+                    rule = f'"rules": [{{"match": "{name}", "policy": "block"}}]'
+                    why = f"{name} has no part that looks like it"
+                    remedy = f'use "matmuls" or operators, or write for blocks without it {rule}'
+                    raise ConfigError(Problem(where, f'"{word}"', why, remedy))
+                for part in parts:
+                    patches.set_method(part, "forward", self._marked(part.forward))
+        self._anywhere = frozenset(anywhere)
 
-    def _mark(self, word: str, name: str, block: nn.Module, patches: Patches) -> None:
-        parts = [m for _, m in attention_parts(name, block)]
-        if word == "gate":
-            parts = gates(mlp_parts(name, block))
-        if not parts:
-            children = ", ".join(type(m).__name__ for m in block.children())
-            raise ConfigError(
-                Problem(
-                    where=self._where,
-                    found=f'"{word}"',
-                    why=f"{name} has no part that looks like it (it has {children})",
-                    remedy='use "matmuls", name operators such as "aten.mm", or write for blocks '
-                    f'without it "rules": [{{"match": "{name}", "policy": "block"}}]',
-                )
-            )
-        self._marks.append(word)
-        for part in parts:
-            patches.set_method(part, "forward", self._marked(word, part.forward))
-
-    def _marked(self, word: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def _marked(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def marked_forward(*args: Any, **kwargs: Any) -> Any:
-            self._inside[word] += 1
+            self._inside += 1
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._inside[word] -= 1
+                self._inside -= 1
 
         return marked_forward
 
     def wants(self, operator: Any) -> bool:
         """Return whether the result of this operator, running now, is saved."""
-        if operator in self._quick:
-            return True
-        inside = any(map(self._inside.__getitem__, self._marks))
-        return inside and operator in self._products
+        return operator in self._anywhere or (self._inside > 0 and operator in self._products)
 
 
 # random states, and tensors that are kept
@@ -179,7 +155,7 @@ class RandomState:
 
 
 class _Save(torch.autograd.Function):
-    """Node that holds tensors; its result is not used and it gets no gradient."""
+    """Node that holds tensors; its result is not used."""
 
     @staticmethod
     def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -189,19 +165,12 @@ class _Save(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[1:])
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nothing is computed from what is kept")
-
 
 class SavedTensors:
-    """Tensors kept for a recomputation, without their graphs.
+    """Tensors kept for a recomputation, without their graphs, on the same storages.
 
     A tensor that is changed in place afterwards makes `get` raise torch's RuntimeError, unless a
     hook has made a copy of it.
-
-    Args:
-        tensors: the tensors; each is saved detached, on the same storage.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -244,8 +213,7 @@ def is_view(operator: Any) -> bool:
 def writes_to(operator: Any) -> tuple[tuple[int, str], ...]:
     """Return position and name of every argument that the operator writes to.
 
-    Schemas of collectives do not declare it: all of theirs. (AutoTP sums over the group in the
-    memory of a product.)
+    Collectives do not declare it. (AutoTP sums over the group in the memory of a product.)
     """
     collective = operator.namespace == "c10d"
     return tuple(
@@ -278,10 +246,7 @@ def _warn_nothing_kept() -> None:
 class Recording(_Mode):
     """Mode around a forward that records the results to save.
 
-    Args:
-        choice: operators to save.
-        packs: returns the number of tensors that autograd has saved so far.
-        trackers: random states beside torch's.
+    `packs` returns the number of tensors that autograd has saved so far.
     """
 
     def __init__(
@@ -352,7 +317,7 @@ class Replaying(_Mode):
 
     Args:
         choice: the same as in the forward.
-        entries: of the forward's `Recording`.
+        entries: entries of the forward's `Recording`.
         kept: tensors returned by its `finish`.
         differs: raises the error that names the block.
     """

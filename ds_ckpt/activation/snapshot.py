@@ -1,13 +1,9 @@
 """Snapshot of the state in which a block's forward begins, for its recomputation.
 
-Restored are parameters, buffers (running statistics of BatchNorm), attributes of modules and the
-containers in them, `training` flags, generators, and objects among the arguments (caches, data
-classes) with their contents, three levels deep. The recomputation works on copies of containers and
-objects, so nothing that it writes stays. Buffers and tensors on modules are copied up to
-`COPIED_BYTES`. Another tensor that was changed in place is refused by name.
-
-Other state is not restored: objects on modules, globals, closures, `random` and NumPy. If
-`check_determinism` is on, a recomputation that changes objects or random states is refused.
+Restored are parameters, buffers, attributes of modules and the containers in them, generators, and
+objects among the arguments with their contents, three levels deep. A recomputation works on copies.
+Other state is not restored: objects on modules, globals, `random` and NumPy. If
+`check_determinism` is on, a recomputation that changes any of it is refused.
 """
 
 from __future__ import annotations
@@ -53,21 +49,16 @@ def refusal(name: str, found: str, why: str, remedy: str) -> UnsupportedError:
     return UnsupportedError(Problem(where=name, found=found, why=why, remedy=remedy))
 
 
-def changed_between(
-    name: str,
-    what: str,
-    remedy: str = "change it after the backward of every forward that used it",
-) -> UnsupportedError:
+def changed_between(name: str, what: str) -> UnsupportedError:
     """Return the error for a value that changed between a block's forward and its backward."""
     found = f"{what} that was changed in place after the block's forward"
+    remedy = "change it after the backward of every forward that used it (x = x + y for x += y)"
     return refusal(name, found, CHANGED, f"{remedy}, {LEAVE_OUT}")
 
 
 def input_changed(name: str, what: str = "argument") -> UnsupportedError:
     """Return the error for an input of block `name` that changed since it was saved."""
-    return changed_between(
-        name, f"an {what}", "write x = x + y for x += y where this block's input is used again"
-    )
+    return changed_between(name, f"an {what}")
 
 
 # containers and objects
@@ -95,12 +86,8 @@ def _children(holder: Any) -> Iterable[tuple[Any, Any]]:
 class CopiedObjects:
     """Copies of containers and objects, `LEVELS` deep. Tensors are shared, without their graphs.
 
-    Originals must exist while they are copied, and are not referenced afterwards: a forward may
-    write results into them, whose graphs would lead back here.
-
-    Attributes:
-        tensors: the tensors, the class that holds each, and its version.
-        generators: generators found on the way.
+    Originals are not referenced afterwards: a forward may write results into them, whose graphs
+    would lead back here. `tensors` are listed with the class of their holder and their version.
     """
 
     def __init__(self) -> None:
@@ -174,9 +161,7 @@ def _add_to(state: State, seen: set[int], path: str, value: Any) -> None:
 class CheckpointedModule:
     """A module whose forwards are checkpointed.
 
-    Attributes:
-        replaying: function that the module's forward runs if a recomputation calls the module
-            with its hooks.
+    `replaying` is run by the module's forward if a recomputation calls the module with its hooks.
     """
 
     def __init__(self, name: str, module: nn.Module, choice: Choice | None = None) -> None:
@@ -237,12 +222,7 @@ class _ModuleTensor:
 
 
 class Snapshot:
-    """State in which a block's forward begins.
-
-    Args:
-        target: the block.
-        arguments: arguments of the call that are not tensors.
-    """
+    """State in which a block's forward begins; `arguments` are those that are not tensors."""
 
     def __init__(self, target: CheckpointedModule, arguments: Sequence[Any]) -> None:
         self._target = target
@@ -276,18 +256,11 @@ class Snapshot:
         return [tensor for tensor, *_ in now.tensors]
 
     def after(self) -> None:
-        """Check the tensors that the forward has changed.
-
-        Raises:
-            UnsupportedError: a tensor that was changed in place has no copy.
-        """
+        """Refuse tensors that the forward has changed in place without a copy."""
         for what in self._changed():
-            raise refusal(
-                self._target.name,
-                f"{what}, changed in place by its forward",
-                CHANGED,
-                f"assign a new tensor instead, {LEAVE_OUT}",
-            )
+            found = f"{what}, changed in place by its forward"
+            remedy = f"assign a new tensor instead, {LEAVE_OUT}"
+            raise refusal(self._target.name, found, CHANGED, remedy)
         for held in self._tensors:
             if not held.is_changed and held.name not in _UNCOUNTED:
                 held.saved = None
@@ -314,11 +287,7 @@ class Snapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the state before the forward; afterwards the present state.
-
-        Raises:
-            UnsupportedError: a tensor was changed in place since.
-        """
+        """Restore the state before the forward; afterwards the present state."""
         for what in self._changed():
             raise changed_between(self._target.name, what)
         now, generators = holders(self._target.parts), self._copied.generators

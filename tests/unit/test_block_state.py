@@ -428,7 +428,7 @@ REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
     "argument changed by the block": (
         lambda: Stack(lambda: InPlace(nn.Identity()), lambda b, x: b[0](x * 1).sum()),
         backward,
-        "its forward changes its argument tensor 1",
+        "its forward changes an argument in place",
     ),
     "argument changed after the block": (
         lambda: Stack(lambda: Block(nn.Identity()), _argument_changed_later),
@@ -446,7 +446,7 @@ REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
     "saved tensor": (_around(lambda: _Calls(_works_in_place)), backward, r"it changes saved t"),
     "gradient inside": (_around(lambda: _Calls(_gradient_inside)), backward, "has not ended"),
     "exception": (_around(lambda: _Calls(_raises)), _left_by_an_exception, "ended with an exc"),
-    "unpacked twice": (_around(lambda: _Calls(SavesTwice.apply)), backward, "asks for twice"),
+    "unpacked twice": (_around(lambda: _Calls(SavesTwice.apply)), backward, "is unpacked twice"),
     "removed": (_of(_generator), _removed, "checkpointing that was removed"),
 }
 

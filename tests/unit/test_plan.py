@@ -143,9 +143,9 @@ def _selective(*save_ops: str) -> Policy:
     [
         ("matmul", "matmuls"),
         ("aten.nosuch", "sets"),
-        ("mm", "neither a set"),
-        ("aten.name", "neither a set"),
-        ("aten.add_", "changes its argument"),
+        ("mm", "no such operator"),
+        ("aten.name", "no such operator"),
+        ("aten.add_", "result cannot be kept"),
         ("qkvo", "no part that looks like it"),
         ("gate", "no part that looks like it"),
     ],
