@@ -6,11 +6,23 @@ A field is an `Annotated` type with at most one `Expects` and any number of `Req
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
+
+log = logging.getLogger("ds_ckpt")
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,10 @@ class Removed:
     values: tuple[Any, ...] = ()
     constant: Any = None
 
+    def is_constant(self, value: Any) -> bool:
+        """Return whether a file may still have this value."""
+        return not self.values and value == self.constant and type(value) is type(self.constant)
+
 
 class Section(BaseModel):
     """One object of the configuration.
@@ -74,6 +90,32 @@ class Section(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, Removed]] = {}
     unused: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept(cls, raw: Any) -> Any:
+        """Drop nulls and removed settings at their constant value, and apply new names."""
+        if not isinstance(raw, Mapping):
+            return raw
+        kept: dict[str, Any] = {}
+        for key, value in ((str(key), value) for key, value in raw.items()):
+            new, gone = cls.renamed.get(key), cls.removed.get(key)
+            if new and raw.get(new) is None:
+                _warn(f"{key}: former name of {new}, which the next release will refuse")
+                key = new
+            if gone and gone.is_constant(value):
+                _warn(f"{key}: no effect: {gone.why}; {gone.remedy}")
+                continue
+            if key in cls.unused and value not in (None, False):
+                _warn(f"{key}: {cls.model_fields[key].description}")
+            if value is not None or key not in cls.model_fields:
+                kept[key] = value
+        return kept
+
+
+@functools.cache
+def _warn(words: str) -> None:
+    log.warning("ds_ckpt configuration: %s", words)
 
 
 def section(kind: type[Section], description: str) -> Any:

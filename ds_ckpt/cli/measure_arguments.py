@@ -21,10 +21,7 @@ def rates_of(text: str) -> tuple[float | None, ...]:
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
-    """Parse lists of names and of DeepSpeed JSON files, whose sections are read.
-
-    Args:
-        listed: comma-separated, by section of `ds_ckpt` as in `AXES`.
+    """Parse comma-separated names and DeepSpeed JSON files, by section of `ds_ckpt` as in `AXES`.
 
     Returns:
         Names by section, and the files' sections by `SECTION/NAME`.

@@ -30,17 +30,10 @@ __all__ = [
 
 
 def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
-    """Return the plugin's part of a whole DeepSpeed configuration; `config` is not changed.
+    """Return the plugin's part of a DeepSpeed configuration; ConfigError has all problems.
 
-    `null` leaves a key at its default. If `activation_checkpointing` is present and no policy is
-    named, the policy is `block`.
-
-    Args:
-        config: the DeepSpeed JSON as a dict.
-        source: name for the error, usually the file.
-
-    Raises:
-        ConfigError: with every problem found.
+    If `activation_checkpointing` is present and no policy is named, the policy is `block`. `source`
+    is the name for the error, usually the file.
     """
     problems: list[Problem] = []
     plugin = None

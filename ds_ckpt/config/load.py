@@ -25,11 +25,7 @@ class _NotStrict(NamedTuple):
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """Return the file's JSON object.
-
-    Raises:
-        ConfigError: the file is unreadable, not strict JSON, or not an object.
-    """
+    """Return the file's JSON object; ConfigError if it is unreadable or not strict JSON."""
     name = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")

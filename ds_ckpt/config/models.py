@@ -112,11 +112,7 @@ def _build(
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a whole file, for editors.
-
-    It describes `ds_ckpt` and `activation_checkpointing`; all other keys are DeepSpeed's and pass.
-    Rules across sections are checked by `ds-ckpt validate` only.
-    """
+    """Return the JSON Schema (draft 2020-12) of a whole file; DeepSpeed's keys pass."""
     models: dict[str, type[Section]] = {
         "ds_ckpt": plugin_model(),
         "activation_checkpointing": CompatSection,

