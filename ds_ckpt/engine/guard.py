@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -69,23 +69,15 @@ class Guard:
     """Compares a run with limits; `check` is given the statistics of all ranks.
 
     Args:
-        step: its compression is disabled by action "dense".
-        limits: see `config.verdicts.limits`.
+        acts: disable the compression of `step`; else only warn.
+        logs: whether this rank logs.
 
     Attributes:
         last: the last statistics; None before the first.
     """
 
-    def __init__(
-        self,
-        step: StepState,
-        limits: ResidualStats,
-        action: Literal["warn", "dense"],
-        *,
-        is_logging_rank: bool,
-    ) -> None:
-        self._step, self._limits, self._action = step, limits, action
-        self._is_logging_rank = is_logging_rank
+    def __init__(self, step: StepState, limits: ResidualStats, *, acts: bool, logs: bool) -> None:
+        self._step, self._limits, self._acts, self._logs = step, limits, acts, logs
         self._exceeded = 0
         self.last: ResidualStats | None = None
 
@@ -96,17 +88,13 @@ class Guard:
         self._exceeded = self._exceeded + 1 if is_above else 0
         if self._exceeded != IN_A_ROW or self._step.is_disabled:
             return
-        self._step.is_disabled = self._action == "dense"
-        if self._is_logging_rank:
+        self._step.is_disabled = self._acts
+        if self._logs:
             log.warning(
                 "ds_ckpt: guard: step %d: compression error %.3g, expected at most %.3g; residual "
                 "norm %.3g, expected at most %.3g; %s",
-                step,
-                found.error,
-                limits.error,
-                found.residual_norm,
-                limits.residual_norm,
+                *(step, found.error, limits.error, found.residual_norm, limits.residual_norm),
                 "gradients are sent uncompressed from the next step on"
-                if self._step.is_disabled
+                if self._acts
                 else 'action "dense" would disable compression',
             )

@@ -34,8 +34,6 @@ class Planning:
     """Plans for one engine at its first training batch.
 
     Args:
-        engine: DeepSpeed's.
-        config: with policy "budget" or "auto".
         install: installs a plan on the model.
         exchange_bytes: returns what the gradient exchange keeps on the accelerator, by purpose.
 
@@ -79,12 +77,7 @@ class Planning:
             self._largest = tokens
 
     def _agree(self, args: Any, kwargs: dict[str, Any]) -> ActivationPlan:
-        """Plan on every rank; return the plan of the rank that would hold the most. Collective.
-
-        Raises:
-            UnsupportedError: the model cannot be measured, or nothing fits.
-            StateError: planning failed on another rank.
-        """
+        """Plan on every rank; return the plan of the rank that would hold the most. Collective."""
         limit = torch.tensor(self._limit_bytes(), device=self._device)
         dist.all_reduce(limit, op=dist.ReduceOp.MIN)
         make = functools.partial(self._make, args, kwargs, int(limit))

@@ -25,7 +25,6 @@ from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -98,13 +97,10 @@ class Session:
             self._install_units(make_plan(engine.module, activation_policy(config.activation)))
         if config.telemetry.enabled:
             self._attach_telemetry()
-        if self.exchange is not None and config.compression.guard.active:
-            guard = config.compression.guard
-            assert guard.action != "off"
-            is_logging_rank = dist.get_rank() == 0
-            self.guard = Guard(
-                self.exchange.step, guard.limits(), guard.action, is_logging_rank=is_logging_rank
-            )
+        guard = config.compression.guard
+        if self.exchange is not None and guard.active:
+            step, acts, logs = self.exchange.step, guard.action == "dense", dist.get_rank() == 0
+            self.guard = Guard(step, guard.limits(), acts=acts, logs=logs)
             self.observe(guard.every_n_steps, self.guard.check)
         self._wrap_engine()
 
@@ -181,7 +177,7 @@ class Session:
             every_n_steps=telemetry.every_n_steps,
             path=telemetry.path,
             rank=dist.get_rank(),
-            sample=None if exchange is None else self._sample_exchange,
+            sample=self._sample_exchange,
             monitor=monitor.write_events if monitor is not None and has_monitor else None,
         )
         if exchange is not None and sampler is not None:
@@ -190,8 +186,8 @@ class Session:
         self._after_step.append(self._steps.step_ended)
 
     def _sample_exchange(self) -> ExchangeSample:
-        assert self.exchange is not None
-        assert self._sampler is not None
+        if self.exchange is None or self._sampler is None:
+            return ExchangeSample()
         step = self.exchange.step
         return ExchangeSample(
             dict(step.exchange.timings.seconds),
@@ -225,11 +221,7 @@ class Session:
         self._patches.set(engine, ATTRIBUTE, self)
 
     def detach(self) -> None:
-        """Restore DeepSpeed, the engine and the model. Residuals are dropped.
-
-        If a part raises, for example while it waits for a rank that has gone, the others are
-        restored all the same.
-        """
+        """Restore DeepSpeed, the engine and the model, also if one part raises. Residuals go."""
         self._detach.callback(self._patches.undo)
         try:
             self._detach.close()
@@ -261,10 +253,7 @@ class Session:
         return feedback.state_dict() if feedback else {}
 
     def observe(self, every_n_steps: int, act: Callable[[int, ResidualStats], None]) -> None:
-        """Call `act` with compression errors, every so many optimizer steps.
-
-        Collective: every rank observes the same. Never called without compression.
-        """
+        """Call `act` with compression errors every so many steps; see `ErrorSampler`."""
         if self._sampler is not None:
             self._sampler.observe(every_n_steps, act)
 
@@ -274,18 +263,8 @@ class Session:
             self._resident.hook.drain()
 
     def measure_with(self, exchange: BucketExchange) -> None:
-        """Reduce gradients by another exchange, between steps; for measurements only.
-
-        `NoCommunication` gives the upper bound of compression; its training is meaningless.
-
-        Raises:
-            UnsupportedError: There is no ZeRO-3 reduction to replace.
-        """
-        if self._gradient is None:
-            found = str(self.engine.zero_optimization_stage())
-            why = "only the reduction of ZeRO-3 can be replaced, while the session is attached"
-            remedy = "measure with stage 3"
-            raise UnsupportedError(Problem("$.zero_optimization.stage", found, why, remedy))
+        """Reduce gradients of ZeRO-3 by another exchange, such as `NoCommunication`, to measure."""
+        assert self._gradient is not None, "stage 3, and attached"
         self._gradient.replace_exchange(exchange)
 
     def _describe(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,14 +37,11 @@ class StepState:
     """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient.BucketExchange`.
 
     Args:
-        exchange: runs after the warm-up.
-        warmup_steps: optimizer steps of the warm-up.
         warm_up: compressors in the warm-up; None: DeepSpeed's own reduction.
         current_step: returns DeepSpeed's count of optimizer steps so far.
         at_boundary: returns whether this micro-step ends an accumulated step. None: every
             micro-step is exchanged.
         tuner: "compressed" and another `ReductionMode`; None: gradients are always compressed.
-        is_logging_rank: whether this rank logs.
 
     Attributes:
         is_disabled: every bucket is sent uncompressed, with its residual. Set between steps, on
@@ -101,7 +99,7 @@ class StepState:
 
     @property
     def corrects_momentum(self) -> bool:
-        """Return whether residuals delay this step's gradients: compressed, after the warm-up."""
+        """Return whether residuals delay this step's gradients."""
         return not self._is_warming_up and self.is_compressing
 
     def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
@@ -147,16 +145,11 @@ class StepState:
         """
         if self._expects_more:
             self.rollback()
-            raise UnsupportedError(
-                Problem(
-                    where="engine.set_gradient_accumulation_boundary",
-                    found="a step that ends before any of its backwards was marked as the last",
-                    why="the step's last backward sends its accumulated gradients",
-                    remedy="call set_gradient_accumulation_boundary(True) before the last "
-                    'backward, or set $.ds_ckpt.compression.exchange.when to "micro_step"',
-                ),
-                headline="ds_ckpt cannot take this step",
-            )
+            found = "a step that ends before any of its backwards was marked as the last"
+            why = "the step's last backward sends its accumulated gradients"
+            remedy = "call it with True before the last backward"
+            where = "engine.set_gradient_accumulation_boundary"
+            raise UnsupportedError(Problem(where, found, why, remedy))
         self._end(is_skipped=False)
 
     def rollback(self) -> None:
@@ -204,32 +197,27 @@ class StepState:
             log.warning("ds_ckpt: the checkpoint's guard disabled compression; it stays disabled")
 
 
+@dataclass
 class NoCommunication:
     """Sends no gradients, for `Session.measure_with`: no compression makes a shorter step.
 
     Every rank trains its shards on its own gradients.
     """
 
-    def __init__(self, world: int, dp_rank: int) -> None:
-        self._world, self._dp_rank = world, dp_rank
+    world: int
+    dp_rank: int
 
     def reduce(
-        self,
-        names: Sequence[str],
-        tensors: list[Tensor],
-        *,
-        loss_scale: float,
-        deepspeed_reduce: Reduce,
+        self, names: Sequence[str], tensors: list[Tensor], **options: object
     ) -> list[Tensor]:
         """Return this rank's own gradients: flat views of its shards of `tensors`."""
-        shards = [ShardLayout(t.numel(), self._world).shard(self._dp_rank) for t in tensors]
+        shards = [ShardLayout(t.numel(), self.world).shard(self.dp_rank) for t in tensors]
         return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
 
     def commit(self) -> None:
         """Keep nothing."""
 
-    def rollback(self) -> None:
-        """Keep nothing."""
+    rollback = commit
 
 
 def make_step_state(
@@ -246,15 +234,12 @@ def make_step_state(
 ) -> StepState:
     """Make one rank's end of the exchange, real or virtual; `everyone` sums over all ranks."""
     choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
+    metric, accumulates = settings.metric(everyone.all_reduce), at_boundary is not None
+    exchange = AllToAllExchange(
+        between, choose, feedback, accumulates=accumulates, in_host=in_host, metric=metric
+    )
     return StepState(
-        AllToAllExchange(
-            between,
-            choose,
-            feedback,
-            accumulates=at_boundary is not None,
-            in_host=in_host,
-            metric=settings.metric(everyone.all_reduce),
-        ),
+        exchange,
         warmup_steps=0 if settings.lossless else settings.warmup_steps,
         warm_up=settings.warm_up(choose),
         current_step=current_step,

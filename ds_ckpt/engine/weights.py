@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient import GradientHook
 from ds_ckpt.zero3.resident import host_copy_bytes
-from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights import WeightsHook
 
 log = logging.getLogger("ds_ckpt")
@@ -36,7 +34,6 @@ class ResidentWeights:
     """The weights hook of an engine, its process groups, and the choice by step time.
 
     Args:
-        engine: DeepSpeed's engine.
         hook: Attached.
         codecs: Encodings of the changes, by name; all train alike to the bit.
         groups: Process groups made for the hook.
@@ -56,13 +53,11 @@ class ResidentWeights:
         may_detach: bool,
     ) -> None:
         self.hook, self.codecs, self.groups = hook, codecs, groups
-        self._engine = engine
-        self._skipped_steps = int(engine.skipped_steps)
+        self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
         self._has_failed = False
+        candidates, group = [*codecs, *[GATHERED] * may_detach], engine.optimizer.dp_process_group
         self.tuner: Tuner | None = None
-        candidates = [*codecs, *([GATHERED] if may_detach else [])]
         if len(candidates) > 1:
-            group = engine.optimizer.dp_process_group
             self.tuner = Tuner("resident weights", candidates, group, hook.device)
 
     def describe(self) -> str:
@@ -183,8 +178,7 @@ def _codecs(config: WeightsConfig, dtype: torch.dtype) -> dict[str, ChangeCodec]
     has_16_bits = dtype in (torch.bfloat16, torch.float16)
     if config.deltas == "lossless" and not has_16_bits:
         why = f"weights are gathered as {dtype}, and lossless changes need 16-bit weights"
-        remedy = 'write "none" or "auto", or set $.bf16.enabled to true'
-        raise _refusal("deltas", '"lossless"', why, remedy)
+        raise _refusal("deltas", '"lossless"', why, 'write "none" or "auto"')
     codecs: list[ChangeCodec] = []
     if config.deltas != "none" and has_16_bits:
         codecs.append(Lossless())
@@ -195,29 +189,18 @@ def _codecs(config: WeightsConfig, dtype: torch.dtype) -> dict[str, ChangeCodec]
 
 def refuse_too_large(engine: Any, layout: NodeLayout, asked: str) -> None:
     """Raise on all ranks if one has no memory for its part of the copy. Collective."""
-    run_on_all_or_raise(
-        functools.partial(_refuse_too_large, engine, asked, layout.nodes, layout.local),
-        engine.optimizer.dp_process_group,
-        what="keep its part of a copy of the weights",
-    )
-
-
-def _refuse_too_large(engine: Any, asked: str, nodes: int, local: int) -> None:
-    """Raise if the copy does not fit: the other ranks would wait in a gather."""
-    device = torch.device(engine.device)
+    device, local = torch.device(engine.device), layout.local
     sharing = local if device.type == "cpu" else 1  # ranks on the same memory
     missing = [p for p in engine.module.parameters() if p.ds_secondary_tensor is None]  # not hpZ's
     needed = sharing * sum(
-        host_copy_bytes([p.ds_numel], nodes * local, local, p.element_size()) for p in missing
+        host_copy_bytes([p.ds_numel], layout.nodes * local, local, p.element_size())
+        for p in missing
     )
-    free = free_on(device)
-    if needed > free:
-        why = f"the copy takes {size(needed)} of memory, where {size(free)} are free"
-        remedy = (
-            f"free {size(needed - free)}; use more ranks per node; or set "
-            '$.zero_optimization.offload_optimizer to {"device": "cpu"}'
-        )
-        raise _refusal("resident", asked, why, remedy)
+    lacking = torch.tensor(needed - free_on(device), device=device)
+    dist.all_reduce(lacking, dist.ReduceOp.MAX, group=engine.optimizer.dp_process_group)
+    if lacking > 0:
+        why = f"the copy takes {size(needed)} of memory, {size(int(lacking))} more than are free"
+        raise _refusal("resident", asked, why, f"free {size(int(lacking))}")
 
 
 def _refusal(key: str, found: str, why: str, remedy: str) -> UnsupportedError:

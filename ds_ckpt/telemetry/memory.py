@@ -53,13 +53,14 @@ class Storages:
 
     Attributes:
         bytes: Size by number, when the storage was last seen (some operators resize).
+        alive: Numbers of the storages that have not been freed.
     """
 
     def __init__(self, freed: Callable[[Storage], None] = lambda number: None) -> None:
         self.bytes: list[int] = []
+        self.alive: set[Storage] = set()
         self._freed = freed
         self._known: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
-        self._alive: set[Storage] = set()
 
     def number(self, tensor: Tensor) -> Storage | None:
         """Return the number of the tensor's storage; None if it has none of its own (sparse)."""
@@ -75,18 +76,19 @@ class Storages:
 
         def freed(_: Any) -> None:
             self._known.pop(key, None)
-            self._alive.discard(number)
+            self.alive.discard(number)
             self._freed(number)
 
         # once created, the storage's Python object lives as long as the storage
         self._known[key] = (number, weakref.ref(storage, freed))
-        self._alive.add(number)
+        self.alive.add(number)
         self.bytes.append(storage.nbytes())
         return number
 
-    def alive(self, number: Storage) -> bool:
-        """Return True if the storage has not been freed."""
-        return number in self._alive
+
+def _key(tensor: Tensor) -> int | None:
+    """Return the address of the tensor's storage; None for sparse tensors."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _unpack(kept: tuple[Tensor, int]) -> Tensor:
@@ -101,14 +103,15 @@ def _unpack(kept: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
+Noted = Callable[[Tensor, Storage | None], None]
+"""Called with a saved tensor and its storage's number (None for weights)."""
+
+
 class SavedActivations:
     """Context manager around a forward, not its backward: adds up what autograd saves. Cheap.
 
     Parameters of `module` are left out. Inside a checkpointed block torch's own hooks apply, so
     only the block's tensor arguments count.
-
-    Args:
-        noted: called with every saved tensor and its storage's number (None for weights).
 
     Attributes:
         held: Bytes by number of the saved storages that lived when the context was left.
@@ -116,14 +119,10 @@ class SavedActivations:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        noted: Callable[[Tensor, Storage | None], None] | None = None,
-        storages: Storages | None = None,
+        self, module: nn.Module, noted: Noted | None = None, storages: Storages | None = None
     ) -> None:
         self._parameters = list(module.parameters())
-        self.storages = storages or Storages()
-        self._noted = noted
+        self.storages, self._noted = storages or Storages(), noted
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._sizes: dict[Storage, int] = {}
         self.packing = False
@@ -140,7 +139,7 @@ class SavedActivations:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self.held = {n: size for n, size in self._sizes.items() if self.storages.alive(n)}
+        self.held = {n: size for n, size in self._sizes.items() if n in self.storages.alive}
         self._sizes.clear()
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
@@ -161,10 +160,10 @@ class SavedActivations:
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Compare storages at every save: ZeRO-3 gives a parameter another one at each gather."""
-        if tensor.layout != torch.strided:
+        key = _key(tensor)
+        if key is None:
             return isinstance(tensor, nn.Parameter)
-        own = tensor.untyped_storage()._cdata
-        return any(p.untyped_storage()._cdata == own for p in self._parameters)
+        return any(_key(parameter) == key for parameter in self._parameters)
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,8 @@ class MemoryTracker(TorchDispatchMode):
     Storages that an operator is given and none has made (weights, inputs) do not count.
 
     Args:
-        model: for `saved`.
         counts: returns whether storages that are made now count.
-        place: called at each new peak.
         operator: called with every operator.
-        noted: see `SavedActivations`.
 
     Attributes:
         saved: to be entered around the forward.
@@ -204,7 +200,7 @@ class MemoryTracker(TorchDispatchMode):
         counts: Callable[[], bool] = lambda: True,
         place: Callable[[], Any] = lambda: None,
         operator: Callable[[Operator], None] | None = None,
-        noted: Callable[[Tensor, Storage | None], None] | None = None,
+        noted: Noted | None = None,
     ) -> None:
         super().__init__()
         self.storages = Storages(self._freed)
@@ -231,13 +227,9 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _count(self, number: Storage, tensor: Tensor, given: Sequence[Tensor]) -> None:
-        own = tensor.untyped_storage()._cdata
-        is_given = any(
-            t.layout == torch.strided and t.untyped_storage()._cdata == own for t in given
-        )
-        size = self.storages.bytes[number] if self._counts() and not is_given else 0
-        self._counted[number] = size
-        self.live_bytes += size
+        is_new = _key(tensor) not in map(_key, given)
+        self._counted[number] = self.storages.bytes[number] if is_new and self._counts() else 0
+        self.live_bytes += self._counted[number]
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_place = self.live_bytes, self._place()
 

@@ -14,10 +14,11 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ds_ckpt.telemetry.counters import Counters, Snapshot
 
@@ -27,9 +28,8 @@ Event = tuple[str, float, int]
 Value = float | Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class ExchangeSample:
-    """A gradient exchange after the last step.
+class ExchangeSample(NamedTuple):
+    """A gradient exchange after the last step; the defaults are those without compression.
 
     Attributes:
         seconds: by section, since attach.
@@ -37,10 +37,10 @@ class ExchangeSample:
         gradient_norm: of the averaged gradient; None if not known.
     """
 
-    seconds: Mapping[str, float]
-    energies: Mapping[str, tuple[float, float]]
-    gradient_norm: float | None
-    compresses: bool
+    seconds: Mapping[str, float] = MappingProxyType({})
+    energies: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    gradient_norm: float | None = None
+    compresses: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Interval:
     counted: Snapshot
     parameters: int
     exchange_s: Mapping[str, float]
-    exchange: ExchangeSample | None
+    exchange: ExchangeSample
 
 
 FIELDS: dict[str, Callable[[Interval], Value]] = {}
@@ -97,23 +97,21 @@ def exchange_s(interval: Interval) -> Value:
 @step_field
 def compression_error(interval: Interval) -> Value:
     """Return the last step's norm of the residual over that of what there was to send."""
-    energies = interval.exchange.energies if interval.exchange else {}
-    return {method: (b and after / b) ** 0.5 for method, (b, after) in energies.items()}
+    energies = interval.exchange.energies.items()
+    return {method: (before and after / before) ** 0.5 for method, (before, after) in energies}
 
 
 @step_field
 def residual_norm(interval: Interval) -> Value:
     """Return the last step's norm of the residual, in norms of the averaged gradient."""
-    exchange = interval.exchange
-    if exchange is None or not exchange.gradient_norm:
-        return {}
-    return {m: after**0.5 / exchange.gradient_norm for m, (_, after) in exchange.energies.items()}
+    norm, energies = interval.exchange.gradient_norm, interval.exchange.energies.items()
+    return {method: after**0.5 / norm for method, (_, after) in energies} if norm else {}
 
 
 @step_field
 def compresses(interval: Interval) -> bool:
     """Return whether gradients are compressed after this step."""
-    return interval.exchange is not None and interval.exchange.compresses
+    return interval.exchange.compresses
 
 
 class StepLog:
@@ -122,7 +120,7 @@ class StepLog:
     Args:
         counters: of this rank.
         path: JSONL file; the rank is put before `.jsonl`. None writes no file.
-        sample: reads the exchange; None without compression.
+        sample: reads the exchange.
         monitor: receives each record's numbers.
     """
 
@@ -133,7 +131,7 @@ class StepLog:
         every_n_steps: int,
         path: str | None,
         rank: int,
-        sample: Callable[[], ExchangeSample] | None = None,
+        sample: Callable[[], ExchangeSample] = ExchangeSample,
         monitor: Callable[[list[Event]], None] | None = None,
     ) -> None:
         self._counters, self._every = counters, every_n_steps
@@ -142,7 +140,7 @@ class StepLog:
         if path:
             wanted = Path(path)
             self._file = wanted.with_name(f"{wanted.name.removesuffix('.jsonl')}.{rank}.jsonl")
-        self._before, self._exchange_s = counters.snapshot(), Counter[str]()
+        self._before, self._exchange_s = counters.snapshot(), Counter(sample().seconds)
         self._time_s, self._steps = time.perf_counter(), 0
         self.last: dict[str, Any] | None = None
 
@@ -152,23 +150,17 @@ class StepLog:
         if step % self._every:
             return
         now, now_s = self._counters.snapshot(), time.perf_counter()
-        exchange = self._sample() if self._sample else None
-        seconds = Counter(exchange.seconds if exchange else {})
-        interval = Interval(
-            steps=self._steps,
-            seconds=now_s - self._time_s,
-            counted=now - self._before,
-            parameters=len(now.gathers),
-            exchange_s={name: s - self._exchange_s[name] for name, s in seconds.items()},
-            exchange=exchange,
-        )
+        exchange = self._sample()
+        exchange_s = {name: s - self._exchange_s[name] for name, s in exchange.seconds.items()}
+        took_s, counted = now_s - self._time_s, now - self._before
+        interval = Interval(self._steps, took_s, counted, len(now.gathers), exchange_s, exchange)
         values = {name: read(interval) for name, read in FIELDS.items()}
         self.last = {"step": step, "steps": self._steps, **values}
-        self._before, self._exchange_s = now, seconds
+        self._before, self._exchange_s = now, Counter(exchange.seconds)
         self._time_s, self._steps = now_s, 0
         self.note(self.last)
         if self._monitor is not None:
-            self._monitor(_events(step, values))
+            self._monitor(list(_events(step, values)))
 
     def note(self, record: dict[str, Any]) -> None:
         """Append a record of any kind. If that fails, warn and write nothing from then on."""
@@ -183,11 +175,9 @@ class StepLog:
             self._file = None
 
 
-def _events(step: int, values: Mapping[str, Value]) -> list[Event]:
+def _events(step: int, values: Mapping[str, Value]) -> Iterator[Event]:
     """Flatten a record for DeepSpeed's monitors."""
-    found: list[Event] = []
     for name, value in values.items():
         parts = value if isinstance(value, Mapping) else {"": value}
         for part, number in parts.items():
-            found.append((f"ds_ckpt/{name}/{part}".removesuffix("/"), float(number), step))
-    return found
+            yield f"ds_ckpt/{name}/{part}".removesuffix("/"), float(number), step

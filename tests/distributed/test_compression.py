@@ -246,6 +246,6 @@ def test_a_boundary_that_is_told_too_late_is_an_error_and_changes_nothing(world2
     for process in world2.run(cases.told_late, LOSSY["quantize 4"]):
         assert len(process["said"]) == 2
         for said, same in process["said"]:
-            assert "set_gradient_accumulation_boundary(True) before the last backward" in said
+            assert "call it with True before the last backward" in said
             assert same
         assert process["moved"]

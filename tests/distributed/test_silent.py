@@ -17,4 +17,3 @@ def test_no_gradient_is_sent_and_training_goes_on(world2: Any, section: dict[str
         assert result["reduce"] == 0
         assert result["gather"] > 0
         assert result["losses"][-1] < result["losses"][0]
-        assert "$.zero_optimization.stage" in result["refused"]

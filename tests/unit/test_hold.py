@@ -151,7 +151,7 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
 
     at_boundary = False
     micro_step()
-    with pytest.raises(UnsupportedError, match="micro_step"):
+    with pytest.raises(UnsupportedError, match="last backward"):
         schedule.commit()
     assert not any(bool(r.any()) for r in processes.feedbacks[0].state_dict().values())
     micro_step()

@@ -104,7 +104,7 @@ def test_a_number_is_never_given_again() -> None:
     assert storages.number(first.view(10, 10)) == number
     del first
     assert freed == [number]
-    assert not storages.alive(number)
+    assert number not in storages.alive
     # the allocator is likely to give the same memory, and Python the same address
     others = [storages.number(torch.zeros(100)) for _ in range(5)]
     assert len({number, *others}) == 6

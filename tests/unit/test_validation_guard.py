@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
 
 import pytest
 
@@ -24,14 +23,9 @@ def state(*, is_logging_rank: bool = False) -> StepState:
     )
 
 
-def guard(
-    action: Literal["warn", "dense"],
-    *,
-    is_logging_rank: bool = True,
-    limits: ResidualStats = LIMITS,
-) -> tuple[Guard, StepState]:
+def guard(*, acts: bool, logs: bool = True) -> tuple[Guard, StepState]:
     step = state()
-    return Guard(step, limits, action, is_logging_rank=is_logging_rank), step
+    return Guard(step, LIMITS, acts=acts, logs=logs), step
 
 
 def test_the_two_numbers() -> None:
@@ -42,7 +36,7 @@ def test_the_two_numbers() -> None:
 
 
 def test_one_odd_batch_is_no_reason_two_are() -> None:
-    ours, step_state = guard("dense")
+    ours, step_state = guard(acts=True)
     for step, left in enumerate([BEYOND, WITHIN, BEYOND, WITHIN]):
         ours.check(step, left)
         assert not step_state.is_disabled
@@ -57,7 +51,7 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
 def test_warnings_come_once_for_each_time_that_it_begins(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours, step_state = guard("warn")
+    ours, step_state = guard(acts=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
         for step, left in enumerate([BEYOND] * 4 + [WITHIN] + [BEYOND] * 3):
             ours.check(step, left)
@@ -67,7 +61,7 @@ def test_warnings_come_once_for_each_time_that_it_begins(
     ]
     assert "residual norm 3, expected at most 2" in caplog.records[0].message
     assert not step_state.is_disabled
-    quiet, _ = guard("warn", is_logging_rank=False)
+    quiet, _ = guard(acts=False, logs=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
         quiet.check(0, BEYOND)
         quiet.check(1, BEYOND)
