@@ -2,8 +2,7 @@
 
 A method is one class in one file: its fields are its settings (the JSON section of its name), its
 class attributes describe it, its methods count bytes and do the work. `register` adds it to the
-schema, the rules, the plan and the commands. Other packages register through the entry points
-`ds_ckpt.compressors`. docs/add_a_compressor.md shows how.
+schema, the rules and the commands. docs/add_a_compressor.md shows how.
 
 A codec turns the rows of an fp32 matrix, one shard a row, into uint8 payloads. A payload's size
 depends on the number of entries alone, so sender and receiver compute it independently. Every codec
@@ -153,12 +152,7 @@ _registered: dict[str, type[Method]] = {}
 
 
 def register(method: AnyMethod) -> AnyMethod:
-    """Register a method, also as a decorator; call it before `initialize` on every rank.
-
-    Raises:
-        ValueError: its name is not free, it lacks a method, or a setting has no default or no
-            description.
-    """
+    """Register a method, also as a decorator; call it before `initialize` on every rank."""
     name = getattr(method, "name", "")
     known = _registered.get(name)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
@@ -187,11 +181,7 @@ def unregister(name: str) -> None:
 
 
 def methods() -> Mapping[str, type[Method]]:
-    """Return every method by name: built-in ones, then others in the order of registration.
-
-    Raises:
-        ValueError: another package's entry point cannot be loaded.
-    """
+    """Return every method by name: built-in ones, then others in the order of registration."""
     _load_entry_points()
     return dict(_registered)
 
@@ -210,10 +200,7 @@ def _load_entry_points() -> None:
 
 
 def on_host(device: torch.device) -> bool:
-    """Return whether an operator has ended when its call returns.
-
-    There the host never waits, and cache misses cost more than calls.
-    """
+    """Return whether an operator has ended when its call returns: the host never waits."""
     return device.type == "cpu"
 
 

@@ -102,18 +102,14 @@ class Feedback:
         """Return residual plus this rank's share of the mean: fp32 [n], for the codec to change.
 
         The caller subtracts what is delivered in place and then calls `store`; the tensor is valid
-        until then. Several names may be in work at once. A step's first call for `name` starts from
-        the committed residual, later calls (micro-steps) from the step's result so far. If nothing
-        accumulates, the result is the share alone.
+        until then. A step's first call for `name` starts from the committed residual, later calls
+        (micro-steps) from the step's result so far.
 
         Args:
             name: of the parameter.
             grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
             world: number of ranks that are averaged over.
             loss_scale: of the gradient.
-
-        Raises:
-            ValueError: the residual of `name` has another length.
         """
         numel, device = grad_flat.numel(), grad_flat.device
         divisor = world * loss_scale
@@ -203,11 +199,7 @@ class Feedback:
         return {name: each.committed for name, each in every if each.committed is not None}
 
     def load_stored(self, state: Mapping[str, QuantizedTensor], steps: int) -> None:
-        """Replace every residual by a copy of `state`, of any dtype, and the count of steps.
-
-        After `load_stored(other.stored(), other.steps)` the next steps are those of `other` to the
-        bit.
-        """
+        """Replace every residual by a copy of `state`, of any dtype, and the count of steps."""
         self._wait_for_copies()
         for residual in self._residuals.values():
             self._recycle(residual, residual.committed)

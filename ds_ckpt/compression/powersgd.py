@@ -32,8 +32,7 @@ from torch import Tensor
 from ds_ckpt.compression.base import Compressor, Method, on_host
 from ds_ckpt.fields import Expects, Removed
 
-# A smaller part of a column, relative to the columns before it, counts as rounding. 8 epsilons of
-# fp32: a column that was summed and rounded carries several by itself.
+# A smaller part of a column, relative to the columns before it, counts as rounding of fp32.
 _DEPENDENT = 2.0**-20
 _GATHERED_BELOW = 4
 _SAVED = "right:"
@@ -85,13 +84,12 @@ class LowRank(Compressor):
 
     def applicable(self, shape: torch.Size, local: int = 1) -> Compressor | None:
         """Return None if the factors are no smaller than the matrix."""
-        fits = worthwhile(*matrix_shape(shape), self.rank, local)
-        return self if fits else None
+        return self if worthwhile(*matrix_shape(shape), self.rank, local) else None
 
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the bytes sent; each of the `local` ranks has its own right factor."""
-        left, right = factor_numels(*matrix_shape(shape), self.rank)
-        return (2 * world if gathers(world) else 8) * (left + local * right)
+        rows, columns = matrix_shape(shape)
+        return (2 * world if gathers(world) else 8) * self.rank * (rows + local * columns)
 
 
 def gathers(world: int) -> bool:
@@ -106,18 +104,13 @@ def gathers(world: int) -> bool:
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """Return (rows, columns) of the row-major matrix that a tensor is taken for.
 
-    It is the split of the dimensions into two consecutive groups with the smallest rows + columns,
-    the first of equals. Tensors of fewer than two dimensions are one row.
+    The split of the dimensions with the smallest rows + columns, the first of equals; a vector is
+    one row.
     """
     if len(shape) < 2:
         return 1, shape.numel()
     splits = ((math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape)))
     return min(splits, key=lambda split: split[0] + split[1])
-
-
-def factor_numels(rows: int, columns: int, rank: int) -> tuple[int, int]:
-    """Return the entries of p and of q."""
-    return rows * rank, columns * rank
 
 
 def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
@@ -130,10 +123,7 @@ def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
 
 
 def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:
-    """Return the q of a first step: fp32 [columns, rank], orthonormal, a function of the arguments.
-
-    `rank` is at most `columns`. Computed on the CPU, so that devices agree.
-    """
+    """Return the q of a first step: fp32 [columns, rank], orthonormal, equal on all devices."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
     drawn = torch.randn(columns, rank, generator=generator, dtype=torch.float32, device="cpu")
     return orthogonalize(drawn).to(device, non_blocking=True)
@@ -145,13 +135,11 @@ def orthogonalize(factor: Tensor) -> Tensor:
 
 
 def orthogonalize_all(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal columns with the span of each factor, to the rounding of fp32 input.
+    """Return orthonormal columns with the span of each factor: fp32 [n, r], r <= n.
 
     Column j spans, with those before it, what the first j columns of the factor span. Columns that
     are zero, or depend on those before them, become directions outside of that span, the same for
     the same span. Factors of one shape share their operators.
-
-    Factors are [n, r], r <= n, floating and finite, and are not changed; results are fp32.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for i, factor in enumerate(factors):

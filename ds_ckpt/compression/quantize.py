@@ -2,12 +2,11 @@
 
 8, 4 and 3 bits: whole multiples of the scale, from -2^(bits-1) to 2^(bits-1) - 1. The scale carries
 a sign so that the block's largest magnitude, whatever its own sign, takes the end that reaches one
-further. On Gaussian entries in blocks of 64 that is a 12% lower error at 4 bits than -7 to 7. Zero
-stays zero; levels at odd halves would send noise where a gradient has none.
+further. Zero stays zero; levels at odd halves would send noise where a gradient has none.
 
 2 bits: the four Lloyd-Max levels of a Gaussian, and of all scales for them the one with the least
 squared error. What is sent is then a projection: the residual of a block never has more energy than
-the block, however far from Gaussian it is.
+the block.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ class Quantize(Method, Codec):
     aliases = {"num_bits": "bits", "block_size": "block", "group_size": "block"}
     removed = {
         "rotated": Removed(
-            "values are never rotated now: over three seeds rotated values trained no better",
-            "remove it; for a smaller error write more bits",
-            constant=False,
+            "rotated values trained no better", "remove it; write more bits", constant=False
         )
     }
 

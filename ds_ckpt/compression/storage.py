@@ -98,10 +98,7 @@ class QuantizedTensor:
         return out
 
     def encode(self, working: Tensor, key: str) -> None:
-        """Round fp32 [n], on the same device; `key` seeds the random numbers.
-
-        Finite values stay finite up to 3.4e38 in magnitude.
-        """
+        """Round fp32 [n], on the same device; `key` seeds the random numbers."""
         if self.values.dtype == torch.float32:
             self.values.copy_(working)
             return

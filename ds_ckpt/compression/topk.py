@@ -27,11 +27,8 @@ from ds_ckpt.fields import Expects, Removed
 
 ValueFormat = Literal["fp32", "bf16", "int8"]
 VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
-MAX_BLOCK = 256
-"""A row of a block is one byte."""
-INT8_GROUP = 64
-"""Consecutive int8 values that share one bf16 scale: a quarter of a bit per value."""
-
+MAX_BLOCK = 256  # a row of a block is one byte
+INT8_GROUP = 64  # consecutive int8 values that share one bf16 scale
 _INT8_MAX = 127
 _ROW_BITS = MAX_BLOCK - 1
 _MAGNITUDE_BITS = 0x7FFFFFFF & ~_ROW_BITS
@@ -51,18 +48,8 @@ class TopK(Method, Codec):
     presets = {"topk": {"topk": {"density": 0.01, "values": "int8"}}}
     aliases = {"k": "density", "ratio": "density", "sparsity": "density", "dtype": "values"}
     removed = {
-        "offsets": Removed(
-            "the places of entries are bytes now; packing them saved 5% of the bytes and took "
-            "longer than sending them on any link above some 20 Mbit/s",
-            "remove it",
-            constant="bytes",
-        ),
-        "selection": Removed(
-            'only "blocks" is left: "exact" took eight times as long for somewhat more of the '
-            "gradient's energy",
-            "remove it; for more energy raise density",
-            constant="blocks",
-        ),
+        "offsets": Removed("the places of entries are bytes", "remove it", constant="bytes"),
+        "selection": Removed('only "blocks" is left', "remove it", constant="blocks"),
     }
 
     density: Annotated[float, Expects("a number above 0 and at most 1", "0.01")] = Field(
@@ -131,10 +118,8 @@ class TopK(Method, Codec):
         blocks = blocks_for(numel, self.density)
         selected_bytes = value_bytes(blocks.sent, self.values) + aligned(blocks.sent)
         # k < rows also guarantees k real entries in the blocks that miss the last row.
-        everything = blocks.k >= blocks.rows
-        if everything or selected_bytes >= value_bytes(numel, self.values):
-            return None
-        return blocks
+        is_smaller = selected_bytes < value_bytes(numel, self.values)
+        return blocks if is_smaller and blocks.k < blocks.rows else None
 
 
 @dataclass(frozen=True)
@@ -196,10 +181,7 @@ def _add_at(into: Tensor, index: Tensor, decoded: Tensor) -> None:
 def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     """Write the rows of each block's k largest magnitudes, descending.
 
-    Args:
-        values: fp32 [shards, blocks.numel].
-        blocks: of a shard.
-        offsets: uint8 [shards, k, count].
+    fp32 [shards, blocks.numel] to uint8 [shards, k, count].
     """
     if fused.is_supported(values.device):
         fused.select_in_blocks(values, offsets, blocks.count, blocks.k)

@@ -151,10 +151,8 @@ class AllToAllExchange:
         assert not accumulates or self.feedback.accumulates, "gradients are kept in the residuals"
         self._nonfinite_buckets = 0
         self._same_version: Tensor | None = None
-        self._finite: list[Tensor] = []
-        """Flags of buckets that the host has not read yet."""
-        self._accumulated_finite: Tensor | None = None
-        """Whether everything is finite that this step has accumulated."""
+        self._finite: list[Tensor] = []  # flags of buckets that the host has not read yet
+        self._accumulated_finite: Tensor | None = None  # of all that this step has accumulated
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
@@ -192,10 +190,7 @@ class AllToAllExchange:
 
     @property
     def nonfinite_buckets(self) -> int:
-        """Buckets so far with a non-finite value in a compressed tensor, on this rank or flagged.
-
-        Waits for the device if there were buckets since the last call.
-        """
+        """Buckets so far with a non-finite value in a compressed tensor; waits for the device."""
         if self._finite:
             nonfinite = (~torch.stack(self._finite)).sum()
             if self._same_version is not None:
@@ -234,16 +229,15 @@ class AllToAllExchange:
                     self._sample_metric(item, loss_scale)
                 share = item.local, self.world, loss_scale
                 sums.append(self.feedback.accumulate(item.name, *share))
-            if sums:
-                # residuals that are rounded cannot hold an inf, and the parameter may be absent
-                # from the micro-step that sends
+            if sums:  # rounded residuals cannot hold an inf
                 finite = finite_flag(sums)
                 before = self._accumulated_finite
                 self._accumulated_finite = finite if before is None else finite & before
             for item, pending in zip(items, sums, strict=True):
                 self.feedback.store(item.name, pending)
-        sizes = [item.layout.size(self._me) for item in items]
-        return [t.new_zeros(size) for t, size in zip(tensors, sizes, strict=True)]
+        return [
+            item.local.new_zeros(item.layout.size(self._me), dtype=item.dtype) for item in items
+        ]
 
     @_no_autocast
     def average(
@@ -294,9 +288,8 @@ class AllToAllExchange:
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
         compressor = self._chosen_for(name, tensor.shape, choose)
         if compressor is None and (self._accumulates or self.feedback.holds(name)):
-            # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. When
-            # gradients accumulate this happens in every step, and rounding is kept as a residual;
-            # but fp16 without the loss scale would lose small values.
+            # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. With
+            # accumulation rounding stays as residual, but fp16 would lose small values.
             exact = not self._accumulates or tensor.dtype == torch.float16
             return Dense(torch.float32 if exact else tensor.dtype)
         return compressor
@@ -401,9 +394,9 @@ class AllToAllExchange:
 
     def _pack(self, items: Sequence[Item], finite: Tensor) -> Packets:
         """Write the packets; what a codec leaves out stays in the pending tensor."""
-        sizes = [*zip(*(item.packed_bytes for item in items), strict=True)]
-        shards = [*zip(*(item.layout.sizes for item in items), strict=True)]
-        packets = Packets(self.transport, sizes, shards, items[0].local.device)
+        sizes = zip(*(item.packed_bytes for item in items), strict=True)
+        shards = zip(*(item.layout.sizes for item in items), strict=True)
+        packets = Packets(self.transport, [*sizes], [*shards], items[0].local.device)
         by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
@@ -455,7 +448,6 @@ class AllToAllExchange:
         self, items: Sequence[Item], low: LowRankPart | None, loss_scale: float, finite: Tensor
     ) -> list[Tensor]:
         """Return this rank's shards of the mean, times the loss scale, in the gradients' dtypes."""
-        # what is added to it is NaN where the bucket was flagged
         start = torch.zeros((), dtype=torch.float32, device=finite.device)
         start.masked_fill_(~finite, torch.nan)
         sums: list[Tensor] = []

@@ -124,14 +124,9 @@ class Groups:
 
 
 def make_groups(group: Any, levels: Levels) -> Groups:
-    """Make the groups. Collective: every rank of the program calls it with the same arguments.
+    """Make the groups of 1 or 2 levels, or "auto": 2 if nodes have several ranks, equally many.
 
-    Args:
-        group: the data-parallel group.
-        levels: 1, 2, or "auto": 2 if nodes have several ranks each, equally many.
-
-    Raises:
-        UnsupportedError: two levels are requested and the nodes do not support them.
+    Collective: every rank of the program calls it with the same arguments.
     """
     hosts = hosts_of(group) if levels != 1 else ONE_NODE
     if isinstance(hosts, str):
@@ -141,7 +136,7 @@ def make_groups(group: Any, levels: Levels) -> Groups:
             Problem(
                 where="$.ds_ckpt.compression.exchange.levels",
                 found="2",
-                why=f"{hosts}; two levels need several nodes with several ranks each, equally many",
+                why=f"{hosts}; two levels need several ranks a node, equally many",
                 remedy='write "auto" or 1, or give every host of the hostfile the same slots',
             )
         )

@@ -136,8 +136,7 @@ class ResidualFiles:
     """Saves and restores one rank's residuals, and the state of the step.
 
     Args:
-        feedback: holds the residuals; None if this run has none: then a save only clears old files,
-            and a load only warns.
+        feedback: holds the residuals; None if this run has none.
         method: a checkpoint of another method is refused.
         numels: elements of each trainable parameter, by name.
         dp_rank: this rank of `world`.
@@ -239,8 +238,8 @@ class ResidualFiles:
             residuals = self._summed(files, first)
         else:
             self._warn(
-                "%s was saved by other ranks or another division over nodes; with two levels, "
-                "residuals then start at 0",
+                "%s: with two levels, residuals of other ranks or another division over nodes "
+                "are dropped and start at 0",
                 folder,
             )
         if residuals and not self._feedback.accumulates:
@@ -267,18 +266,15 @@ class ResidualFiles:
         return all(SavedFile(path).members == self._members(i) for i, path in enumerate(paths))
 
     def _summed(self, files: list[SavedFile], first: SavedFile) -> dict[str, QuantizedTensor]:
-        """Return the sum of the files' residuals, by name: fp32.
-
-        Every rank returns the names of the first file: packets are laid out by them.
-        """
+        """Return the sum of the files' residuals, by the names of the first file: fp32."""
         total = {
             name: torch.zeros(self._numels[name], dtype=torch.float32, device="cpu")
             for name in first.names
         }
         for file in files:
+            if more := set(file.names) - total.keys():
+                raise _refused(file.path, f"residuals of {min(more)} too", _WHY, _ONE_SAVE)
             for name in file.names:
-                if name not in total:
-                    raise _refused(file.path, f"an additional residual of {name}", _WHY, _ONE_SAVE)
                 total[name].add_(file.residual(name).decoded())
         return {name: QuantizedTensor(tensor) for name, tensor in total.items()}
 

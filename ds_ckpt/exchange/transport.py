@@ -98,10 +98,8 @@ PACKET_ALIGNMENT_BYTES = 16
 class Packets:
     """Buffers of one all-to-all: one packet from each rank to each other one.
 
-        header | payload | payload | ...
-
-    A packet has the shards that its destination owns, so its size depends on the destination alone.
-    Consecutive packets of equal size are one matrix, a packet a row.
+    A packet is a header and the shards that its destination owns, so its size depends on the
+    destination alone. Consecutive packets of equal size are one matrix, a packet a row.
 
     Args:
         sizes: by rank, bytes of each payload; multiples of 8.
