@@ -22,10 +22,9 @@ meaningless values, and the step is rolled back.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,19 +46,12 @@ from ds_ckpt.telemetry.timings import Errors, Timings
 
 _LONGEST_DOT = 1 << 30
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _no_autocast(method: Callable[P, R]) -> Callable[P, R]:
+@contextmanager
+def _no_autocast() -> Iterator[None]:
     """Disable autograd, and backward's autocast, whose rounding the residual would miss."""
-
-    @functools.wraps(method)
-    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad(), torch._C._DisableAutocast():
-            return method(*args, **kwargs)
-
-    return plain
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 @dataclass
@@ -145,7 +137,6 @@ class AllToAllExchange:
         self.feedback = feedback if feedback is not None else Feedback(enabled=False)
         self.factors = factors if factors is not None else Factors()
         self._choose = choose
-        self._chosen: dict[int, tuple[Choose, dict[str, Compressor | None]]] = {}
         self._accumulates = accumulates
         self._in_host = in_host
         assert not accumulates or self.feedback.accumulates, "gradients are kept in the residuals"
@@ -172,7 +163,7 @@ class AllToAllExchange:
         ways = (self._choose, *others) if self.world > 1 else ()
         codecs: dict[str, Codec] = {}
         for name, shape in shapes:
-            chosen = [self._chosen_for(name, shape, choose) for choose in ways]
+            chosen = [choose(name, shape) for choose in ways]
             compressors = [compressor for compressor in chosen if compressor is not None]
             codecs |= {c.describe(): c.codec for c in compressors if c.codec is not None}
             if compressors or self._accumulates:
@@ -205,7 +196,7 @@ class AllToAllExchange:
             self._nonfinite_buckets += found
         return self._nonfinite_buckets
 
-    @_no_autocast
+    @_no_autocast()
     def accumulate(
         self,
         names: Sequence[str],
@@ -239,7 +230,7 @@ class AllToAllExchange:
             item.local.new_zeros(item.layout.size(self._me), dtype=item.dtype) for item in items
         ]
 
-    @_no_autocast
+    @_no_autocast()
     def average(
         self,
         names: Sequence[str],
@@ -262,31 +253,16 @@ class AllToAllExchange:
             one, views of the gradients themselves.
         """
         choose = self._choose if choose is None else choose
-        if not tensors:
-            return []
-        if self.world == 1:
-            if self._accumulated_finite is not None:
-                self._finite.append(self._accumulated_finite)
-            shards = [
-                self._single_rank(name, tensor, choose, loss_scale)
-                for name, tensor in zip(names, tensors, strict=True)
-            ]
-        else:
-            shards = self._exchange(self._items(names, tensors, choose), loss_scale)
-        if not self.feedback.enabled:  # what was not sent is dropped
+        if self.world == 1 and not any(map(self.feedback.holds, names)):
+            return [tensor.reshape(-1) for tensor in tensors]
+        shards = self._exchange(self._items(names, tensors, choose), loss_scale)
+        if not self.feedback.enabled or self.world == 1:  # what was not sent is dropped
             for name in names:
                 self.feedback.clear(name)
         return shards
 
-    def _chosen_for(self, name: str, shape: torch.Size, choose: Choose) -> Compressor | None:
-        """Return a parameter's compressor, which is chosen once, at attach."""
-        _, known = self._chosen.setdefault(id(choose), (choose, {}))
-        if name not in known:
-            known[name] = choose(name, shape)
-        return known[name]
-
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
-        compressor = self._chosen_for(name, tensor.shape, choose)
+        compressor = choose(name, tensor.shape)
         if compressor is None and (self._accumulates or self.feedback.holds(name)):
             # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. With
             # accumulation rounding stays as residual, but fp16 would lose small values.
@@ -318,22 +294,10 @@ class AllToAllExchange:
         if metric is not None and metric.sampling:
             metric.add_gradient(item.name, item.shape, item.layout, item.local, loss_scale)
 
-    def _single_rank(self, name: str, tensor: Tensor, choose: Choose, loss_scale: float) -> Tensor:
-        """Return the gradient and its residual, accumulated or left by a larger world."""
-        flat = tensor.reshape(-1)
-        if self._compressor(name, tensor, choose) is None:
-            return flat
-        if self.feedback.holds(name):
-            pending = self.feedback.accumulate(name, flat, 1, loss_scale)
-            flat = pending.mul(loss_scale).to(flat.dtype)
-            pending.zero_()
-            self.feedback.store(name, pending)
-            self.feedback.clear(name)
-        finite = self._accumulated_finite
-        return flat if finite is None else flat.masked_fill(~finite, torch.nan)
-
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
         """Exchange one bucket, from residuals to sums."""
+        if not items:
+            return []
         timed = self.timings.section
         others = [item for item in items if not isinstance(item.compressor, LowRank)]
         low: LowRankPart | None = None

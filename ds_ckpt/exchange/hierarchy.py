@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -32,14 +32,8 @@ _HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
 _LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of one rank.
-
-    Attributes:
-        host: name, and the launcher's number of the node if there is one.
-        local: the launcher's local rank; None without one.
-    """
+class Place(NamedTuple):
+    """Name of a rank's node, with the launcher's number if there is one, and its local rank."""
 
     host: str
     local: int | None

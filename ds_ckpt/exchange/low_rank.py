@@ -116,7 +116,7 @@ class FactorSum:
         sums = mine
         if self._gathers:
             sums = self._gathered(mine)
-        else:
+        elif self._transport.world > 1:
             self._transport.all_reduce(sums)
         self.finite = finite_flag([sums])
         pieces = sums.split([factor.numel() for factor in factors])

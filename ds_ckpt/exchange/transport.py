@@ -35,22 +35,14 @@ class Transport(Protocol):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> None:
-        """Send consecutive pieces of `input`, one to each rank; fill `output` likewise.
+        """Send consecutive pieces of `input`, uint8, one to each rank; fill `output` likewise.
 
-        Args:
-            output: uint8 [sum(output_splits)], filled in the order of sources.
-            input: uint8 [sum(input_splits)], cut in the order of destinations.
-            output_splits: bytes from each rank.
-            input_splits: bytes for each rank.
+        Splits are bytes from and for each rank, in their order.
         """
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the group, in place; the same bits everywhere.
-
-        Args:
-            tensor: fp32 of any shape, contiguous.
-        """
+        """Sum `tensor`, fp32 and contiguous, over the group, in place; the same bits everywhere."""
         ...
 
 
@@ -145,7 +137,8 @@ class Packets:
 
     def exchange(self) -> None:
         """Send and receive."""
-        self._transport.all_to_all(self._in, self._out, self._receive, self._send)
+        if self._transport.world > 1:
+            self._transport.all_to_all(self._in, self._out, self._receive, self._send)
 
 
 def _pieces(sizes: list[int]) -> list[int]:
