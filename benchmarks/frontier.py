@@ -236,7 +236,7 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> T
     begun = learner(
         TaskSpec(world=task["world"], batch=task["sequences"]),
         windows,
-        lambda seed: llama(seed=seed, max_positions=length, attention="eager", **sizes),
+        lambda seed: llama(seed=seed, max_positions=length, attn_implementation="eager", **sizes),
     )
     if compiled:  # a quarter faster after a minute
         begun.forward = torch.compile(begun.model)

@@ -1,20 +1,20 @@
 """The MODEL of a command: from a name to a model and a batch.
 
-Four kinds: the built-in model (`demo`), a common model by name, whose configuration is in
-`hardware.json`, a Hugging Face configuration (file, directory or hub name; no weights are read),
-and `module:callable`. Models can be built under any tensor mode, so that a 7B model can consist of
-fake tensors.
+Four kinds: the built-in model (`demo`), a common model of `hardware.json`, a Hugging Face
+configuration (file, directory or hub name; no weights are read), and `module:callable`. Models can
+be built under any tensor mode, so that a 7B model can consist of fake tensors.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _LONGEST = 2048
 """Largest default sequence length, in tokens."""
 _UNIFORM = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gpt_neox"}
 """Model types whose blocks are all equal."""
+_DEMO_LAYERS = 6
 Built = tuple[nn.Module, Any]
 
 
@@ -41,11 +42,8 @@ Built = tuple[nn.Module, Any]
 class Sizes:
     """Sizes given on the command line; None is the model's own.
 
-    Attributes:
-        tokens: sequence length.
-        dtype: of parameters and floating-point inputs.
-        attention: implementation of attention in transformers.
-        layers: number of blocks to build, if `Subject.layers` is known.
+    `tokens` is the sequence length, `dtype` that of parameters and floating-point inputs, and
+    `layers` the number of blocks to build, if `Subject.layers` is known.
     """
 
     tokens: int | None = None
@@ -59,7 +57,6 @@ class Subject:
     """A model that can be built repeatedly.
 
     Attributes:
-        name: as given on the command line.
         build: returns a model in training mode and a batch of a number of sequences.
         sized: the batch has the given number of sequences.
         layers: number of blocks, if all are equal; otherwise None.
@@ -136,26 +133,20 @@ def rows_of(batch: Any) -> int:
 def find_subject(name: str, sizes: Sizes) -> Subject:
     """Return the subject of a name. Raises UnsupportedError if there is no such model."""
     if name == DEFAULT:
-        return _demo(sizes)
-    is_path = bool(name) and Path(name).exists()
+        return Subject(name, functools.partial(_demo, sizes), layers=_DEMO_LAYERS)
+    if Path(name).exists():
+        return _hugging_face(name, sizes)
     common = load_file(HARDWARE)["models"].get(name.lower())
-    if common is not None and not is_path:
-        return _hugging_face(name, sizes, common["config"])
-    if ":" in name and not is_path:
+    if common is None and ":" in name:
         return _callable(name, sizes)
-    return _hugging_face(name, sizes)
+    return _hugging_face(name, sizes, common and common["config"])
 
 
-def _demo(sizes: Sizes) -> Subject:
+def _demo(sizes: Sizes, batch: int) -> Built:
     tokens = sizes.tokens or 256
-    layers = inspect.signature(llama).parameters["layers"].default
-
-    def build(batch: int) -> Built:
-        model = llama(seed=0, max_positions=max(1024, tokens), layers=sizes.layers or layers)
-        ids = _ids(batch, tokens, VOCAB_SIZE)
-        return _prepared(model, sizes), {"input_ids": ids, "labels": ids}
-
-    return Subject(DEFAULT, build, layers=layers)
+    model = llama(seed=0, max_positions=max(1024, tokens), layers=sizes.layers or _DEMO_LAYERS)
+    ids = _ids(batch, tokens, VOCAB_SIZE)
+    return _prepared(model, sizes), {"input_ids": ids, "labels": ids}
 
 
 def _callable(name: str, sizes: Sizes) -> Subject:
@@ -206,14 +197,22 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
             config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:
         why = f"transformers finds no configuration in it: {_short(error)}"
-        remedy = (
-            f'write "{DEFAULT}", a config.json or its directory, a hub name, or "module:function"'
-        )
+        remedy = 'write "demo", a config.json or its directory, a hub name, or "module:function"'
         raise _refused(f'"{name}"', why, remedy) from error
 
     def build(batch: int) -> Built:
-        model = _hf_model(name, config, sizes)
-        return model, _hf_batch(model, batch, sizes)
+        try:
+            model = _hf_model(config, sizes.layers)
+            vocabulary = config.get_text_config().vocab_size
+        except Exception as error:
+            why, remedy = f"no model can be made of it: {_short(error)}", 'write "module:function"'
+            raise _refused(f'"{name}"', why, remedy) from error
+        _prepared(model, replace(sizes, dtype=sizes.dtype or getattr(config, "dtype", None)))
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        ids = _ids(batch, sizes.tokens or min(positions, _LONGEST), vocabulary)
+        if type(model).__name__.endswith("SequenceClassification"):
+            return model, {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}
+        return model, {"input_ids": ids, "labels": ids}
 
     alike = (
         config.model_type in _UNIFORM and len(set(getattr(config, "layer_types", None) or ())) < 2
@@ -221,51 +220,19 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
     return Subject(name, build, layers=config.num_hidden_layers if alike else None)
 
 
-def _hf_model(name: str, config: Any, sizes: Sizes) -> nn.Module:
+def _hf_model(config: Any, layers: int | None) -> Any:
     """Build the class that the configuration names, or a causal language model."""
     import transformers
 
     config = copy.deepcopy(config)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    if sizes.layers is not None:
-        config.num_hidden_layers = sizes.layers
+    config.use_cache = False
+    if layers is not None:
+        config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: sizes.layers]
-    named, *_ = getattr(config, "architectures", None) or [""]
-    try:
-        if (kind := getattr(transformers, named, None)) is not None:
-            model = kind._from_config(config)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        why, remedy = f"no model can be made of it: {_short(error)}", 'write "module:function"'
-        raise _refused(f'"{name}"', why, remedy) from error
-    dtype = sizes.dtype or getattr(config, "dtype", None) or torch.float32
-    return _prepared(model, Sizes(dtype=dtype, attention=sizes.attention))
-
-
-def _hf_batch(model: nn.Module, batch: int, sizes: Sizes) -> dict[str, Tensor]:
-    """Return token ids and labels."""
-    kind, config = type(model).__name__, model.config
-    text = config.get_text_config()  # type: ignore[operator, union-attr]
-    vocabulary = getattr(text, "vocab_size", None)
-    if getattr(model, "main_input_name", "") != "input_ids" or vocabulary is None:
-        why = f"{kind} takes other inputs than token ids, for which no batch is known"
-        raise _refused(kind, why, 'write a function that returns (model, batch): "module:function"')
-    positions = getattr(text, "max_position_embeddings", None) or _LONGEST
-    tokens = sizes.tokens or min(int(positions), _LONGEST)
-    # rotary positions are computed for any length
-    rotary = any(hasattr(text, n) for n in ("rope_theta", "rope_parameters", "rope_scaling"))
-    if tokens > positions and not rotary:
-        why, remedy = f"{kind} has {positions} positions", f"write {positions} or less"
-        raise _refused(str(tokens), why, remedy, "--tokens")
-    ids = _ids(batch, tokens, vocabulary)
-    if kind.endswith("SequenceClassification"):
-        return {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}
-    if kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")):
-        return {"input_ids": ids, "labels": ids}
-    return {"input_ids": ids}
+            config.layer_types = config.layer_types[:layers]
+    for named in getattr(config, "architectures", None) or ():
+        return getattr(transformers, named)._from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _ids(batch: int, tokens: int, vocabulary: int) -> Tensor:

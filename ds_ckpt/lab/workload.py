@@ -1,9 +1,7 @@
 """The built-in workload: a Llama from scratch, and the text of every Python installation as bytes.
 
-The text is the language reference of `help()` (`pydoc_data.topics`) and the docstrings of the
-standard library, read from its source with `ast`. A topic is one entry of the reference or one
-module. Topics are split into train and held-out text, and no docstring occurs twice. One Python
-version has one corpus. Nothing is downloaded.
+The text is the language reference of `help()` and the docstrings of the standard library. A topic
+is one entry of the reference or one module; no docstring occurs twice. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ VOCAB_SIZE = 256
 HELDOUT_SHARE = 0.1
 _MIN_PIECES = 20
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-_MIN_DOCSTRING_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,13 @@ class Corpus:
     def save(self, folder: Path) -> None:
         """Write `train.bin` and `heldout.bin`."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.bin").write_bytes(self.train)
-        (folder / "heldout.bin").write_bytes(self.heldout)
+        for name in ("train", "heldout"):
+            (folder / f"{name}.bin").write_bytes(getattr(self, name))
 
 
 def load_corpus(folder: Path) -> Corpus:
     """Read a folder that `Corpus.save` wrote."""
-    train, heldout = ((folder / name).read_bytes() for name in ("train.bin", "heldout.bin"))
-    return Corpus(str(folder), train, heldout)
+    return Corpus(str(folder), *((folder / f"{n}.bin").read_bytes() for n in ("train", "heldout")))
 
 
 @cache
@@ -86,11 +82,8 @@ def file_corpus(path: Path, option: str = "--text") -> Corpus:
 def pieces_corpus(pieces: Sequence[str], path: Path, option: str) -> Corpus:
     """Split pieces of a file by their content. Raises ConfigError if they are too few."""
     if len(pieces) < _MIN_PIECES:
-        found = f"{path} with {len(pieces)} pieces of text"
-        why = (
-            f"about a tenth is held out, which needs {_MIN_PIECES} of about 2 kB that end at blank "
-            "lines, or as many lines of JSON"
-        )
+        why = f"a tenth is held out, which needs {_MIN_PIECES} of about 2 kB, or as many JSON lines"
+        found = f"{path} with {len(pieces)} pieces between blank lines"
         raise ConfigError(Problem(option, found, why, "give more text"))
     named = {f"{i:07d} {content_hash(p)}": f"{p}\n\n".encode() for i, p in enumerate(pieces)}
     return split_topics(named, source=path.name)
@@ -112,19 +105,14 @@ def contents(path: Path, option: str) -> str:
 
 def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
     """Split by the SHA-256 of each topic's name."""
-    order = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
-    total_bytes = sum(map(len, topics.values()))
+    largest = HELDOUT_SHARE * sum(map(len, topics.values()))
     heldout: set[str] = set()
-    heldout_bytes = 0
-    for name in order:
-        size = len(topics[name])
+    size = 0
+    for name in sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest()):
         # A single huge topic must not be taken whole for the held-out part.
-        if heldout_bytes + size > HELDOUT_SHARE * 1.05 * total_bytes:
-            continue
-        heldout.add(name)
-        heldout_bytes += size
-        if heldout_bytes >= HELDOUT_SHARE * total_bytes:
-            break
+        if size < largest and size + len(topics[name]) <= 1.05 * largest:
+            heldout.add(name)
+            size += len(topics[name])
     sides = (
         b"".join(topics[name] for name in sorted(topics) if (name in heldout) == held_out)
         for held_out in (False, True)
@@ -145,14 +133,11 @@ def python_topics() -> dict[str, bytes]:
             topics[f"reference: {name}"] = text.encode()
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(_sources(library)):
-        parts = path.relative_to(library).parts
-        docstrings = []
-        for docstring in _docstrings(path):
-            if len(docstring) >= _MIN_DOCSTRING_CHARACTERS and docstring not in seen:
-                seen.add(docstring)
-                docstrings.append(docstring)
+        docstrings = [d for d in dict.fromkeys(_docstrings(path)) if d not in seen and len(d) >= 40]
         if docstrings:
-            topics[f"module: {'/'.join(parts)}"] = "\n\n".join([*docstrings, ""]).encode()
+            seen.update(docstrings)
+            name = path.relative_to(library).as_posix()
+            topics[f"module: {name}"] = "\n\n".join([*docstrings, ""]).encode()
     return topics
 
 
@@ -169,10 +154,7 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return  # Templates and files for another version: no loss to a corpus.
-    level: list[ast.AST] = [tree]
-    for node in level:  # in breadth, and without expressions, which hold no docstrings
-        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
-            level += getattr(node, block, ())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             yield docstring.encode(errors="replace").decode()  # lone surrogates cannot be encoded
@@ -237,18 +219,16 @@ def llama(
     intermediate_size: int = 688,
     heads: int = 8,
     max_positions: int = 1024,
-    vocabulary: int = VOCAB_SIZE,
-    classes: int = 0,
-    attention: Any = None,
+    **config: Any,
 ) -> torch.nn.Module:
     """Build a Llama in fp32 with untied embeddings; 4.9 million parameters by default.
 
-    The seed decides the weights. With `classes` it is a classifier, which pads with id 0.
-    `attention` is the implementation in transformers. Raises UnsupportedError without transformers.
+    The seed decides the weights. `config` has more options of `LlamaConfig`; with `num_labels` the
+    model is a classifier. Raises UnsupportedError if transformers is missing.
     """
     transformers = hugging_face()
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # bytes have none
+    made = transformers.LlamaConfig(
         hidden_size=hidden_size,
         num_hidden_layers=layers,
         intermediate_size=intermediate_size,
@@ -257,14 +237,10 @@ def llama(
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0 if classes else None,
-        attn_implementation=attention,
-        **({"num_labels": classes} if classes else {}),
+        **{"vocab_size": VOCAB_SIZE, **special, **config},
     )
-    kind = "SequenceClassification" if classes else "CausalLM"
-    return seeded(seed, lambda: getattr(transformers, f"LlamaFor{kind}")(config))
+    kind = "SequenceClassification" if "num_labels" in config else "CausalLM"
+    return seeded(seed, lambda: getattr(transformers, f"LlamaFor{kind}")(made))
 
 
 def seeded(seed: int, make: Callable[[], Any]) -> torch.nn.Module:

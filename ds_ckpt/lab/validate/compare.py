@@ -30,11 +30,9 @@ class Comparison:
     """Verdict on one candidate.
 
     Attributes:
-        candidate: the configuration.
-        record: verdict and conditions, as `ds-ckpt validate` and guards read it.
-        interval: of the differences; None without one.
+        record: verdict and conditions, as `ds-ckpt validate` reads it.
         differences: one for each seed; infinite if the run diverged.
-        finals: final losses or accuracies of dense runs and of the candidate's.
+        finals: final losses or accuracies, dense and compressed.
         reason: prevents a verdict; empty if there is none.
     """
 

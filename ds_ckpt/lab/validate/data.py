@@ -41,12 +41,8 @@ _OPTION = "--data"
 class Text:
     """A text for language modelling: random windows to train on, fixed ones held out.
 
-    Attributes:
-        train: vector of token ids.
-        heldout: vector of token ids.
-        length: of a sequence, in tokens.
-        source: name of the data.
-        sha256: digest of the corpus.
+    `train` and `heldout` are vectors of token ids, `length` is that of a sequence, and `sha256` the
+    digest of the corpus.
     """
 
     train: Tensor
@@ -83,12 +79,7 @@ class Text:
 class Examples:
     """Labelled examples, drawn at random.
 
-    Attributes:
-        train: all rows, `labels` included.
-        heldout: all rows, `labels` included.
-        classes: number of classes.
-        source: name of the data.
-        sha256: digest of the file.
+    `train` and `heldout` are all rows, `labels` included.
     """
 
     train: Inputs
@@ -126,11 +117,7 @@ def read_text(path: Path) -> Corpus:
 def read_labelled(path: Path, encode: Encode, length: int, padding: int = 0) -> Examples:
     """Read JSON lines with "text" and "label". Raises ConfigError if the file is unusable.
 
-    Args:
-        path: of the file.
-        encode: returns the token ids of a text.
-        length: number of ids of an example; texts are cut or padded, with an attention mask.
-        padding: id that fills up an example.
+    Texts are cut or padded to `length` ids, with an attention mask.
     """
     sides: tuple[list[tuple[str, Any]], ...] = ([], [])
     digest = hashlib.sha256()

@@ -42,11 +42,7 @@ Report = Callable[[str, int, float], object]
 class Candidate:
     """One configuration.
 
-    Attributes:
-        name: stem of the file, or `dense`.
-        file: path as given; empty for dense.
-        plugin: its `ds_ckpt` section.
-        settings: of the exchange; uncompressed if the section has no method.
+    `name` is the stem of the file, or "dense". `settings` are those of the exchange.
     """
 
     name: str
@@ -60,8 +56,8 @@ class Candidate:
         return not self.settings.lossless
 
     def settings_for(self, spec: TaskSpec) -> ExchangeSettings:
-        """Return the settings with the uncompressed warm-up cut for the length of the run."""
-        warm_up = min(self.settings.warmup_steps, spec.longest_warm_up)
+        """Return the settings with the warm-up cut to a quarter of the run, or little is judged."""
+        warm_up = min(self.settings.warmup_steps, spec.steps // 4)
         return dataclasses.replace(self.settings, warmup_steps=warm_up)
 
     def warm_up(self, spec: TaskSpec) -> int:
@@ -92,26 +88,19 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candi
         candidate = Candidate(name, str(path), plugin, settings)
         changes_anything = method != "none" or plugin.activation.active
         if not (candidate.lossy or (mode == "processes" and changes_anything)):
-            raise ConfigError(
-                Problem(
-                    where=str(path),
-                    found="no lossy compression",
-                    why="virtual workers exchange gradients and have no other part of the plugin: "
-                    "dense training would be compared with itself",
-                    remedy="compare checkpointing and dense exchanges bit for bit with "
-                    "--processes 2, weights between nodes with ds-ckpt measure --weights",
-                )
+            why = "dense training would be compared with itself: virtual workers only compress"
+            remedy = (
+                "compare checkpointing and dense exchanges with --processes 2, weights between "
+                "nodes with ds-ckpt measure --weights"
             )
+            raise ConfigError(Problem(str(path), "no lossy compression", why, remedy))
         found.append(candidate)
     return found
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a task.
-
-    Every candidate is trained and compared with dense training for every seed.
-    """
+    """All runs of a task: every candidate and dense training, for every seed."""
 
     task: Task
     candidates: Sequence[Candidate]

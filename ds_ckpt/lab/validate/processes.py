@@ -41,11 +41,7 @@ _STALL_S = 1200.0
 def run_processes(plan: Plan, results: Path, folder: Path, report: Report) -> None:
     """Train all runs without a result on `plan.task.spec.world` ranks.
 
-    Args:
-        plan: the runs.
-        results: file to add to.
-        folder: for the job, the events and the log.
-        report: called at every tenth step.
+    They add to the file `results`. `folder` holds the job, the events and the log.
 
     Raises:
         LaunchError: the ranks failed or hung; finished runs are kept.
@@ -134,10 +130,7 @@ def _all_ranks(losses: list[float]) -> tuple[float, ...]:
 def engine_config(spec: TaskSpec, file: str, warmup_steps: int) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a run: the task's, with a file's sections.
 
-    Args:
-        spec: of the task.
-        file: a DeepSpeed JSON file; empty for DeepSpeed without compression.
-        warmup_steps: uncompressed steps of a lossy method.
+    Without a `file` it is uncompressed. `warmup_steps` is for lossy methods.
     """
     recipe, theirs = spec.recipe(), load_file(file) if file else {}
     section = {**(theirs.get("ds_ckpt") or {}), "telemetry": {"enabled": True}}

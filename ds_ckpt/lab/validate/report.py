@@ -29,8 +29,7 @@ _COLUMNS = (
     ("fewer bytes", "gradient bytes of a compressed step, 16 bits"),
 )
 _ADVICE = (
-    "a verdict holds for this task, model and length of run; validate your own with --data, "
-    "--model, --steps"
+    "a verdict holds for this task, model and length: validate your own (--data, --model, --steps)"
 )
 
 
@@ -69,15 +68,9 @@ def document(comparisons: Sequence[Comparison]) -> Document:
 
 def _cells(one: Comparison) -> list[str]:
     finals = [pair for pair in one.finals if all(map(math.isfinite, pair))]
-    means = [_value(one, statistics.fmean(side)) for side in zip(*finals, strict=True)] or ["", ""]
+    means = [f"{statistics.fmean(side):.4f}" for side in zip(*finals, strict=True)] or ["", ""]
     fewer = f"{one.record.fewer_bytes:.2f}x" if one.candidate.lossy else ""
     return [one.candidate.name, one.describe_verdict(), _difference(one), *means, fewer]
-
-
-def _value(one: Comparison, value: float) -> str:
-    if one.record.metric == "accuracy":
-        return f"{value:.1%}"
-    return f"{value:.4f}"
 
 
 def _difference(one: Comparison) -> str:
@@ -85,8 +78,7 @@ def _difference(one: Comparison) -> str:
     if diverged:
         return f"{diverged} of {len(one.differences)} runs diverged"
     if not one.candidate.lossy:
-        same = one.record.verdict == "identical"
-        return "losses and weights equal to the bit" if same else "bits differ"
+        return "losses equal to the bit" if one.record.verdict == "identical" else "bits differ"
     span = _percent(one)
     if span is None:
         return "one seed has no interval"

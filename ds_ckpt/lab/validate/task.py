@@ -40,10 +40,7 @@ class TaskSpec:
         model: name or folder of a checkpoint; None is a new model of `hidden_size` and `layers`.
         world: number of workers or ranks. A rank's own part of a gradient is exact in every
             method, so a few of them lose less than many.
-        batch: sequences or examples of a micro-batch.
-        length: of a sequence, in tokens.
-        accumulation: micro-batches of a step.
-        dense_correction: momentum correction of dense runs, after the longest warm-up.
+        dense_correction: momentum correction of dense runs, after a quarter of the steps.
     """
 
     kind: Kind = "language"
@@ -65,11 +62,6 @@ class TaskSpec:
         """Return the metric of verdicts: relative held-out loss, or accuracy."""
         return "loss" if self.kind == "language" else "accuracy"
 
-    @property
-    def longest_warm_up(self) -> int:
-        """Return the longest uncompressed start of a run: a longer one leaves little to judge."""
-        return self.steps // 4
-
     def recipe(self, *, dense: bool = False) -> Recipe:
         """Return optimizer and schedule of a dense or a compressed run."""
         return Recipe(
@@ -77,7 +69,7 @@ class TaskSpec:
             self.learning_rate,
             (self.betas[0], self.betas[1]),
             momentum_correction=self.dense_correction if dense else 0.0,
-            correction_start=self.longest_warm_up,
+            correction_start=self.steps // 4,
         )
 
     def describe(self) -> str:
@@ -225,32 +217,24 @@ def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
     next(content.evaluation())  # fail before training if the text is too short
 
     def build(seed: int) -> torch.nn.Module:
-        if spec.model is None:
-            return _small(spec, seed, options.get("num_labels", 0))
-        auto = f"AutoModelFor{'CausalLM' if is_text else 'SequenceClassification'}"
-        load = functools.partial(_load, auto, spec.model, dtype=torch.float32, **options)
-        return workload.seeded(seed, load)  # weights that the checkpoint lacks are drawn
+        if spec.model is not None:
+            auto = f"AutoModelFor{'CausalLM' if is_text else 'SequenceClassification'}"
+            load = functools.partial(_load, auto, spec.model, dtype=torch.float32, **options)
+            return workload.seeded(seed, load)  # weights that the checkpoint lacks are drawn
+        return workload.llama(
+            seed=seed,
+            hidden_size=spec.hidden_size,
+            layers=spec.layers,
+            intermediate_size=8 * round(spec.hidden_size / 3),
+            heads=4,
+            max_positions=spec.length,
+            # on a CPU the backward of torch's fused kernel is slow at these lengths
+            attn_implementation="eager",
+            vocab_size=workload.VOCAB_SIZE if is_text else data.VOCABULARY,
+            **options,
+        )
 
     return Task(spec, content, build, device=device)
-
-
-def _small(spec: TaskSpec, seed: int, classes: int) -> torch.nn.Module:
-    """Build the new model.
-
-    Attention is eager: on a CPU the backward of torch's fused kernel takes longer than all matrix
-    products together at these lengths.
-    """
-    return workload.llama(
-        seed=seed,
-        hidden_size=spec.hidden_size,
-        layers=spec.layers,
-        intermediate_size=8 * round(spec.hidden_size / 3),
-        heads=4,
-        max_positions=spec.length,
-        vocabulary=data.VOCABULARY if classes else workload.VOCAB_SIZE,
-        classes=classes,
-        attention="eager",
-    )
 
 
 def _load(kind: str, name: str, **options: Any) -> Any:

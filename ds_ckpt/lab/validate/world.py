@@ -80,14 +80,12 @@ class VirtualWorkers:
     Args:
         settings: of the `compression` section, with one level.
         world: number of workers.
-        names: of the parameters, in the model's order.
+        names: of the parameters.
         accumulation: micro-steps of a step.
         embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
 
     Attributes:
         step: optimizer steps so far; the warm-up is counted in these.
-        at_boundary: the current micro-step is the last one of its step.
-        feedbacks: residuals of each worker.
         states: exchange and warm-up of each worker.
     """
 
@@ -127,12 +125,8 @@ class VirtualWorkers:
     ) -> list[Tensor]:
         """Average the gradients and assemble the owners' shards.
 
-        Args:
-            gradients: of each worker, in the order of `names`; may be overwritten.
-            at_boundary: this is the last micro-step of the step.
-
-        Returns:
-            Flat tensors in the order of `names`; zeros for micro-steps that are only accumulated.
+        `gradients` are those of each worker, in the order of `names`; they may be overwritten. The
+        result has flat tensors in the same order; zeros for micro-steps that are only accumulated.
         """
         self.at_boundary = at_boundary
 
@@ -190,7 +184,7 @@ class InProcessWorld:
         model: in training mode; trained in place.
         loss: see `Loss`; runs the model.
         recipe: of the optimizer.
-        settings: of the `compression` section.
+        settings: see `VirtualWorkers`.
         workers: number of virtual workers.
         accumulation: micro-steps of a step.
         sample_every: steps between two measurements of the residuals; 0 disables them.
