@@ -1,11 +1,8 @@
-"""Find the blocks of a model, and attention and MLP inside them.
+"""Find the blocks of a model, and attention and MLP inside them, by their names.
 
-Hugging Face models declare their layers (`GradientCheckpointingLayer`). Other blocks are found by
-class name or by a pattern over module names.
-
-Parts are found by their names. Attention is a module with such a class name, or with projections
-for query, key and value. An MLP is a module with such a class name, or else a chain of the block's
-own children (BERT: intermediate, output; OPT: fc1, activation_fn, fc2).
+Attention is a module with such a class name, or with projections for query, key and value. An MLP
+is a module with such a class name, or else a chain of the block's own children (BERT:
+intermediate, output; OPT: fc1, activation_fn, fc2).
 """
 
 from __future__ import annotations
@@ -101,8 +98,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
 
     Args:
         model: any module; Hugging Face models may be wrapped (PEFT).
-        patterns: class names or fnmatch patterns over module names; None takes the layers that
-            Hugging Face declares.
+        patterns: class names or fnmatch patterns; None takes the layers that Hugging Face declares.
 
     Raises:
         ConfigError: a pattern matches nothing, or there is no pattern and no declared layer.

@@ -85,20 +85,17 @@ class _Stop(BaseException):
 
 @dataclass
 class _Comparison:
-    """Tensors that one recomputation saves, compared with those of the forward.
-
-    Attributes:
-        runs_on: the recomputation runs to its end, for its outputs.
-        differing: number of each compared tensor, 0 if fingerprints are equal; read at the end.
-    """
+    """Tensors that one recomputation saves, compared with those of the forward."""
 
     block: str
     saved: Sequence[_Saved]
     runs_on: bool
+    """The recomputation runs to its end, for its outputs."""
     values: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     fingerprints: FingerprintCache = field(default_factory=FingerprintCache)
     differing: list[Tensor] = field(default_factory=list)
+    """Number of each compared tensor, 0 if fingerprints are equal; read once, at the end."""
     difference: Problem | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -199,12 +196,8 @@ class Call:
     ) -> Any:
         """Return the result of `function(*args, **kwargs)`, checkpointed.
 
-        Args:
-            function: forward of the block.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            before: call whose outputs may be inputs of this one.
-            last: no call follows that may be linked to this one.
+        Outputs of `before` may be its inputs; if it is not the `last`, a call follows that may be
+        linked to it in the same way.
         """
         target, self._last = self._target, last
         self._function, self._own = function, (args, kwargs)

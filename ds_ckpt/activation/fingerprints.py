@@ -70,8 +70,8 @@ def checksum(tensor: Tensor) -> Tensor:
 class FingerprintCache:
     """Fingerprints of saved tensors; the same tensor several times in a row is read once.
 
-    Views of parameters, which are not computed, have none. Nor has bookkeeping of kernels, which
-    may be uninitialized: seeds of flash attention, and flat uint8 work space of cuDNN.
+    Views of parameters have none, nor has bookkeeping of kernels that may be uninitialized: seeds
+    of flash attention, and flat uint8 work space of cuDNN.
     """
 
     def __init__(self) -> None:

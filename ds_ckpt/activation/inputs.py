@@ -1,7 +1,4 @@
-"""Hooks around checkpointed calls: what their recomputation needs goes to an `InputStore`.
-
-`CheckpointedInputs.around` is passed to `CheckpointedBlocks`; `build_inputs` builds both.
-"""
+"""Hooks around checkpointed calls: tensors that they keep go to an `InputStore`."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ from ds_ckpt.fields import SWITCH, Removed, Requires, Section
 class CheckpointedInputs:
     """Saved-tensor hooks around the checkpointed calls of one model.
 
-    Args:
-        store: keeps the tensors.
-        partition: splits the arguments of blocks over a group and keeps its parts in `store`.
+    `partition` splits the arguments of blocks over a group; `store` keeps the tensors.
     """
 
     def __init__(self, store: InputStore, partition: Partition | None = None) -> None:
@@ -196,12 +191,7 @@ def build_inputs(
 ) -> CheckpointedInputs | None:
     """Return the hooks around checkpointed calls; None if autograd keeps all tensors.
 
-    Args:
-        keeping: the settings.
-        model: its parameters and buffers are not moved.
-        units: modules of each recomputation.
-        device: device of the model.
-        group: ranks over which inputs are split; required if they are.
+    Parameters and buffers of the model are not moved. `group`: ranks over which inputs are split.
     """
     if not keeping.stores:
         return None

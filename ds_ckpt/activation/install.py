@@ -1,7 +1,6 @@
 """Install checkpointing on the units of a model, and remove it.
 
-The recomputation is in `checkpoint.py`, its modules are chosen in `policies.py`. This file decides
-when a call is checkpointed, takes over or refuses transformers' own checkpointing, and handles
+This file decides when a call is checkpointed, replaces transformers' own checkpointing, and handles
 key-value caches, to which a recomputation would append every key twice.
 """
 
@@ -22,7 +21,6 @@ from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
@@ -33,19 +31,10 @@ Surrounding = Callable[..., Any]
 class CheckpointedBlocks:
     """Checkpointing of one model's blocks, from construction until `remove()`.
 
-    Args:
-        model: the engine's module.
-        patterns: short for `Policy(modules=patterns)`.
-        scopes: context managers entered around every recomputation.
-        policy: policy of the blocks; default: all are recomputed.
-        units: modules of each recomputation, instead of the policy's.
-        around: called instead of every checkpointed call; saved-tensor hooks that it enters see
-            only what the call keeps for its recomputation.
-        trackers: random states beside torch's own.
-
-    Raises:
-        ConfigError, UnsupportedError: from `make_plan`, or if the model has checkpointing of
-            another kind. Nothing is changed then.
+    `patterns` is short for `Policy(modules=patterns)`; `units` replaces the policy's. `scopes` are
+    entered around every recomputation, `trackers` hold random states beside torch's own. `around`
+    is called instead of every checkpointed call: saved-tensor hooks that it enters see only what
+    the call keeps for its recomputation. An error leaves the model as it was.
     """
 
     def __init__(
@@ -65,7 +54,6 @@ class CheckpointedBlocks:
         self._patches = Patches()
         self.units = list(units) if units is not None else make_plan(model, policy)
         self.blocks = [block for unit in self.units for block in unit.blocks]
-        _refuse_other_checkpointing(model)
         try:
             for unit in self.units:
                 self._install(unit)
@@ -91,12 +79,14 @@ class CheckpointedBlocks:
         """Switch transformers' own recomputation off, also if it is enabled later."""
         for module in list(model.modules()):
             if hasattr(module, "gradient_checkpointing"):
+                if getattr(module, "gradient_checkpointing", False) is True:
+                    _ignored()
                 # a model that owns layers carries the flag too, and then leaves its cache out
                 self._patches.set(module, "gradient_checkpointing", not is_hf_layer(module))
                 self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
             if hasattr(module, "_set_gradient_checkpointing"):
                 # transformers' enable and disable end in it
-                self._patches.set_method(module, "_set_gradient_checkpointing", _refuse_to_change)
+                self._patches.set_method(module, "_set_gradient_checkpointing", _ignored)
 
     def describe(self) -> str:
         """Describe the blocks in a few words."""
@@ -193,42 +183,9 @@ def _warn_once(words: str) -> None:
     log.warning("ds_ckpt: %s", words)
 
 
-# checkpointing that somebody else has put on the model
-
-
-def _refuse_contradiction(function: Any, every_n_layers: int) -> None:
-    """Refuse checkpointing by transformers that differs from torch's own with its defaults."""
-    target, keywords = getattr(function, "func", function), getattr(function, "keywords", {})
-    others = {k: v for k, v in keywords.items() if (k, v) != ("use_reentrant", False)}
-    if target is checkpoint and not others and every_n_layers == 1:
-        return
-    name = getattr(target, "__qualname__", target)
-    found = f"{name} with {others}, every_n_layers={every_n_layers}"
-    why = "the policy of ds_ckpt decides which blocks are recomputed and how, and replaces it"
-    remedy = 'drop it, or set "ds_ckpt": {"activation": {"policy": "none"}}'
-    problem = Problem("TrainingArguments(activation_checkpointing_kwargs=...)", found, why, remedy)
-    raise UnsupportedError(problem, headline="the model has other checkpointing on")
-
-
-def _refuse_to_change(
-    enable: bool = True,
-    gradient_checkpointing_func: Callable[..., Any] = checkpoint,
-    every_n_layers: int = 1,
-) -> None:
-    if enable:
-        _refuse_contradiction(gradient_checkpointing_func, every_n_layers)
-
-
-def _refuse_other_checkpointing(model: nn.Module) -> None:
-    """Take over checkpointing that is on already, or refuse another kind."""
-    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    layers = [bool(m.gradient_checkpointing) for m in model.modules() if is_hf_layer(m)]
-    for module in on:
-        if hasattr(module, "_gradient_checkpointing_func"):
-            every_n_layers = round(len(layers) / max(sum(layers), 1))
-            _refuse_contradiction(module._gradient_checkpointing_func, every_n_layers)
-    if on:
-        log.info("ds_ckpt takes over the checkpointing that transformers had switched on")
+def _ignored(*_: Any, **__: Any) -> None:
+    """Replace the switch of transformers."""
+    _warn_once("the policy replaces transformers' checkpointing; its arguments are ignored")
 
 
 # key-value caches

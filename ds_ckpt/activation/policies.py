@@ -33,13 +33,7 @@ PLANNED = ("budget", "auto")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules of one recomputation, in the order in which they run.
-
-    Attributes:
-        blocks: one module, or neighbours whose inner inputs are not kept.
-        save_ops: operator results that are kept; empty: none.
-        where: JSON path of `save_ops`, for messages.
-    """
+    """Modules of one recomputation; kept are the first one's input, and results of `save_ops`."""
 
     blocks: tuple[Block, ...]
     save_ops: tuple[str, ...] = ()
@@ -49,10 +43,8 @@ class Unit:
 class RecomputePolicy(Section):
     """A policy. Its fields are the keys of the section that belong to it.
 
-    Attributes:
-        name: name in the configuration.
-        of_parts: `"modules"` without rules names the parts of blocks themselves.
-        compared: settings with which `ds-ckpt profile` compares it.
+    `of_parts`: `"modules"` without rules names the parts of blocks themselves. `compared`: settings
+    with which `ds-ckpt profile` compares it.
     """
 
     name: ClassVar[str]
@@ -140,10 +132,8 @@ class Rule:
 class Policy:
     """Policy of all blocks, and of those that a rule names; the first such rule decides.
 
-    Attributes:
-        modules: class names or patterns; None takes the layers that Hugging Face declares. They
-            name the parts themselves for policies of parts (without rules), else the blocks.
-        check_determinism: compare every n-th forward of a block with its recompute; 0 never.
+    `modules` are class names or patterns; None takes the layers that Hugging Face declares. Every
+    `check_determinism`-th forward of a block is compared with its recomputation; 0: none.
     """
 
     settings: PolicySettings = field(default_factory=PolicySettings)

@@ -1,9 +1,8 @@
 """Selective recomputation: results of chosen operators are kept and not computed again.
 
-`Choice` selects operators (named sets, single names). Two dispatch modes act on it: `Recording`
-around the forward, `Replaying` around the recomputation. Torch's own pair keeps results where no
-saved-tensor hook sees them (offload, measurement), refuses results that are written over, allows
-one backward, and leaves the random state before an attention core with dropout.
+`Recording` acts around the forward, `Replaying` around the recomputation. Torch's own pair keeps
+results where no saved-tensor hook sees them (offload), refuses results that are written over,
+allows one backward, and leaves the random state before an attention core with dropout.
 """
 
 from __future__ import annotations
@@ -75,15 +74,8 @@ def _named(name: str, where: str) -> frozenset[Any]:
 class Choice:
     """Saved operators of one block. Sets that depend on the module mark it while it runs.
 
-    Args:
-        save_ops: sets joined by "+", or operators.
-        where: JSON path of the list, for messages.
-        name: name of the block.
-        block: the block.
-        patches: record of the marks on attention and gates.
-
-    Raises:
-        ConfigError: a name is unknown, or the block has no such part.
+    `save_ops` are sets joined by "+", or operators; `where` is their JSON path. Unknown names, and
+    sets without such a part in the block, raise ConfigError. `patches` records the marks.
     """
 
     def __init__(
@@ -154,38 +146,27 @@ class RandomState:
             tracker.set_states(dict(states))
 
 
-class _Save(torch.autograd.Function):
-    """Node that holds tensors; its result is not used."""
-
-    @staticmethod
-    def forward(anchor: Tensor, *tensors: Tensor) -> Tensor:
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-
 class SavedTensors:
-    """Tensors kept for a recomputation, without their graphs, on the same storages.
+    """Tensors kept for a recomputation, packed by the innermost saved-tensor hooks as by autograd.
 
-    A tensor that is changed in place afterwards makes `get` raise torch's RuntimeError, unless a
-    hook has made a copy of it.
+    A tensor that is changed in place afterwards makes `get` raise, unless a hook has copied it.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._needs_gradient = [t.requires_grad for t in tensors]
-        self._node: Any = None
-        if tensors:
-            anchor = torch.empty(0, requires_grad=True)
-            with torch.enable_grad():
-                self._node = _Save.apply(anchor, *(t.detach() for t in tensors)).grad_fn
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, self._unpack = hooks or (lambda t: (t, t._version), _unchanged)
+        self._kept = [(pack(t.detach()), t.requires_grad) for t in tensors]
 
     def get(self) -> list[Tensor]:
         """Return the tensors as leaves, with the `requires_grad` of the kept ones."""
-        saved = self._node.saved_tensors if self._node is not None else ()
-        pairs = zip(saved, self._needs_gradient, strict=True)
-        return [t.detach().requires_grad_(needs) for t, needs in pairs]
+        return [self._unpack(t).detach().requires_grad_(needs) for t, needs in self._kept]
+
+
+def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError("a kept result was modified by an inplace operation")
+    return tensor
 
 
 # around the forward, around the recomputation
@@ -231,8 +212,7 @@ def _storage(tensor: Tensor) -> int | None:
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from switching its compiler off around every operator; it is off already."""
-        return False
+        return False  # torch would switch its compiler, which is off, around every operator
 
 
 @functools.cache
@@ -280,15 +260,10 @@ class Recording(_Mode):
     def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
         """Return the tensors to keep, in order; afterwards the entries hold none.
 
-        Results that something has written over are not kept. Versions are not enough:
-        `aten._unsafe_view` (every 3-D product) and `.data` share the storage and count versions
-        of their own.
-
-        Args:
-            outside: tensors of the block that other code can reach. Tensors in their memory are
-                not kept: other code may write there.
-            whole: the recomputation runs to the end. Otherwise it stops at the last tensor that
-                autograd saves, and later results are not kept.
+        Not kept are results in memory that other code can reach (`outside`) and may write to, those
+        that something has written over, and, unless the recomputation runs to its end (`whole`),
+        those after the last tensor that autograd saves. Versions are not enough: `_unsafe_view`
+        (every 3-D product) and `.data` share the storage and count versions of their own.
         """
         if not self.entries:
             _warn_nothing_kept()
@@ -313,13 +288,9 @@ _TENSOR = object()
 
 
 class Replaying(_Mode):
-    """Mode around a recomputation that returns the saved results, in the forward's order.
+    """Mode around a recomputation that returns the `kept` results, in the forward's order.
 
-    Args:
-        choice: the same as in the forward.
-        entries: entries of the forward's `Recording`.
-        kept: tensors returned by its `finish`.
-        differs: raises the error that names the block.
+    `differs` raises the error that names the block.
     """
 
     def __init__(

@@ -244,10 +244,7 @@ def trainer(folder: str, plan: str, resume: bool, **flags: Any) -> dict[str, Any
             model=_model(), args=arguments, train_dataset=_Rows(32), eval_dataset=_Rows(8, 99)
         )
         start = Path(folder) / "checkpoint-2"
-        try:
-            running.train(resume_from_checkpoint=str(start) if resume else None)
-        except ds_ckpt.DsCkptError as error:
-            return {"error": str(error)}
+        running.train(resume_from_checkpoint=str(start) if resume else None)
         assert running.accelerator.num_processes == dist.get_world_size()
         history = running.state.log_history
         return {
