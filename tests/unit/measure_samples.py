@@ -8,21 +8,14 @@ Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 from __future__ import annotations
 
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import (
-    Loss,
-    Memory,
-    Model,
-    Sample,
-    StepTime,
-    Trial,
-)
+from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0
 GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "no_comm": 0.0}
 CHANGED_MB = {"whole": 8.0, "lossless": 2.0, "zero2": 8.0}
-KEPT_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
+STORED_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
 SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
 
 
@@ -64,44 +57,37 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
         "reduce": 2 * gradients * 1e6,
         "other": 1000.0,
     }
+    far = {"gather_forward": gathers, "weights": changed, "reduce": gradients}
     return Trial(
         configuration=name,
         rate_mbit=rate,
         repetition=repetition,
         steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
         purpose_bytes=purposes,
+        far_bytes={purpose: 2e6 * n for purpose, n in far.items()},
         link_bytes=(mb * 1e6, mb * 1e6 - 5),
         interface_bytes=1.01 * sum(purposes.values()),
-        figures={
-            "link_gather_bytes": gathers * 1e6,
-            "link_weight_bytes": changed * 1e6,
-            "link_gradient_bytes": gradients * 1e6,
-            "kept_weight_bytes": KEPT_MB[one.weights] * 1e6,
-        },
+        stored_weight_bytes=STORED_MB[one.weights] * 1e6,
     )
 
 
 def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     """Return a complete run of `spec`."""
-    found: list[Sample] = [
-        Model(parameters=5, text="none", heldout_bytes=9, corpus_sha256="a" * 64)
-    ]
+    found: list[Sample] = [Model(parameters=5, text="none", corpus_sha256="a" * 64)]
     for one in spec.configurations:
         for rate in spec.rates:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]
         if one.exchange == "stock":
             peak = 1_000_000 * (4 if one.policy == "none" else 2)
-            found.append(Memory(policy=one.policy, held_bytes=peak // 2, peak_bytes=peak))
+            found.append(Memory(policy=one.policy, peak_bytes=peak))
         if one.method != "no_comm":
             losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
             found.append(
                 Loss(
                     configuration=one.name,
-                    steps=3,
                     start_step=0,
                     heldout_loss=losses[-1],
                     train_losses=losses,
-                    weights_sha256=one.method,
                 )
             )
     return found

@@ -56,20 +56,15 @@ def _times(share: float, takes_ms: float) -> gpu_check.Found:
     }
 
 
-def test_targets_of_speed_that_are_met_are_not_named() -> None:
+def test_missed_targets_of_speed_are_named_with_their_figures() -> None:
     assert gpu_check.missed_targets(_times(0.5, 7.4)) == []
-
-
-def test_targets_of_speed_that_are_missed_are_named_with_their_figures() -> None:
     # seven eighths of 2.7e8 entries: 470 MB in bf16, 95 MB in 3.25 bits, 50 GB a second
     slow, late = gpu_check.missed_targets(_times(0.49, 7.6))
     assert slow.startswith("3 bits, unpack_add: 0.49 of a copy's bandwidth")
     assert "take 7.60 ms of a bucket of 268435456 entries and save 7.49 ms at 400 Gbit/s" in late
-
-
-def test_kernels_that_are_not_fused_miss_their_target() -> None:
-    found = {**_times(0.9, 1.0), "pack": {"left out": "no Triton for this device"}}
-    assert gpu_check.missed_targets(found) == ["kernels are not fused: no Triton for this device"]
+    unfused = {**_times(0.9, 1.0), "pack": {"left out": "no Triton for this device"}}
+    missed = gpu_check.missed_targets(unfused)
+    assert missed == ["kernels are not fused: no Triton for this device"]
 
 
 def test_a_missed_target_fails_its_check_and_keeps_what_was_found(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,9 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.config import load_file, parse
 from ds_ckpt.errors import StateError
-from ds_ckpt.lab.measure.figures import MEASURED
 from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.run import RUNS
 from ds_ckpt.lab.measure.samples import Store, Trial
@@ -27,16 +23,13 @@ from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 GOLDEN = Path(__file__).parent / "golden" / "measure_report.md"
-PLOTS = ("parts-0", "parts-1", "parts-2", "bytes-0", "sweep-steps", "sweep-paid", "losses")
+PLOTS = ("parts-0", "parts-1", "parts-2", "bytes-0", "sweep")
 RUN = {
     "started_utc": "2030-01-01T00:00:00+00:00",
     "command": "ds-ckpt measure --output x",
     "place": "two nodes <b>made up</b>",
     "versions": {"torch": "1.2.3"},
     "machine": {"CPU": "a CPU", "cores": 2},
-    "completed": True,
-    "wall_time_s": 12.0,
-    "load_at_end": 0.5,
 }
 WITH_WEIGHTS = replace(
     known.SPEC, weights=("lossless",), baselines=("zero2",), bf16=True, accumulation=2
@@ -46,7 +39,7 @@ WITH_WEIGHTS = replace(
 def write_run(folder: Path, spec: Spec = known.SPEC) -> Path:
     folder.mkdir(parents=True)
     spec.save(folder)
-    Store(folder).append(known.samples(spec))
+    Store(folder).append(*known.samples(spec))
     (folder / RUNS).write_text(json.dumps(RUN) + "\n")
     return folder
 
@@ -126,16 +119,14 @@ def test_every_plot_has_its_data(page: str) -> None:
     drawn = _plots(page)
     assert tuple(drawn) == PLOTS
     wanted = {
-        "parts": ["none/stock", "block/4bit", "network, backward", "compression"],
-        "bytes": ["none/stock", "gradients", "weights, recomputation"],
-        "sweep-steps": ["block/no_comm", "Mbit/s"],
-        "sweep-paid": ["block, 4bit against dense"],
-        "losses": ["training loss", "block/4bit"],
+        "parts": ["none/stock", "block/4bit", "network: backward", "compression"],
+        "bytes": ["none/stock", "reduce", "gather recompute"],
+        "sweep": ["Mbit/s", "block, 4bit"],
     }
     for name, svg in drawn.items():
         texts = " ".join(text for e in svg.iter() if (text := e.text))
         shapes = [e for e in svg.iter() if e.tag.endswith("}path")]
-        assert len(shapes) > (10 if name == "losses" else 20), name
+        assert len(shapes) > 12, name
         for word in next(v for k, v in wanted.items() if name.startswith(k)):
             assert word in texts, (name, word)
         if name.startswith(("parts", "bytes")):  # told apart without colour
@@ -145,10 +136,8 @@ def test_every_plot_has_its_data(page: str) -> None:
 def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
     data = json.loads((run_folder / "report.json").read_text())
     assert data["spec"]["rates"] == [100.0, 400.0, 1600.0]
-    (one,) = [
-        c for c in data["comparisons"] if c["rate_mbit"] == 100.0 and c["baseline"] == "stock"
-    ]
-    freed = known.seconds(18.75, 100.0) - known.PACKING_S
+    (one,) = [c for c in data["comparisons"] if c["rate_mbit"] == 100.0]
+    freed = known.seconds(8.75, 100.0) - known.PACKING_S
     assert one["values"]["time_freed_s"]["value"] == pytest.approx(freed)
     assert f"{freed:.2f}" in (run_folder / "report.md").read_text()
     row = next(r for r in data["rows"] if r["configuration"] == "block/4bit")
@@ -156,29 +145,11 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
     assert row["step_s"]["value"] == pytest.approx(known.step("block/4bit", 100.0).step_s)
 
 
-def test_every_column_has_its_unit() -> None:
-    bare = [one.heading for one in MEASURED if not one.unit.startswith(("s", "MB"))]
-    assert bare == ["tokens, /s", "parts / step", "interfaces / purposes", "held-out loss"]
-
-
-def test_the_deepspeed_files_are_valid(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", WITH_WEIGHTS)
-    Report.of(folder).write(folder)
-    files = {path.stem: load_file(path) for path in (folder / "configs").iterdir()}
-    assert len(files) == len(WITH_WEIGHTS.configurations)
-    for name, content in files.items():
-        if not name.endswith("zero2"):
-            config = parse(content, source=name)
-            assert config.weights.resident == name.endswith("lossless")
-            assert (config.activation.policy == "block") == name.startswith("block")
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_placements_and_bf16_are_in_the_text(tmp_path: Path) -> None:
-    report = Report.of(write_run(tmp_path / "weights", WITH_WEIGHTS))
-    text = report.document().markdown()
-    for name in ("block/4bit/lossless", "none/stock/zero2"):
-        assert text.count(f"| {name} | ") == 1 + 2 * len(known.SPEC.rates)
+def test_placements_of_weights_are_in_the_text(tmp_path: Path) -> None:
+    text = Report.of(write_run(tmp_path / "run", WITH_WEIGHTS)).document().markdown()
+    assert text.count("| block/4bit/lossless | ") == 1 + len(known.SPEC.rates)
+    assert "### block, 4bit/lossless" in text
     assert "bf16" in text
 
 
@@ -188,23 +159,11 @@ def test_missing_parts_come_first_and_json_has_no_nan(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", replace(known.SPEC, rates=(100.0, 400.0)))
     samples = Store(folder).read()
     (folder / "samples.jsonl").unlink()
-    kept = [s for s in samples if s.kind != "loss" and getattr(s, "repetition", 0) < 1]
-    free = [
-        s.model_copy(
-            update={
-                "steps": tuple(
-                    t.model_copy(
-                        update={"parts_s": {**t.parts_s, "recompute": 0, "network_recompute": 0}}
-                    )
-                    for t in s.steps
-                )
-            }
-        )
-        if isinstance(s, Trial)
-        else s
-        for s in kept
-    ]
-    Store(folder).append(free)
+    for sample in samples:
+        if isinstance(sample, Trial) and sample.repetition == 0:
+            free = {"recompute": 0.0, "network_recompute": 0.0}
+            steps = [t.model_copy(update={"parts_s": t.parts_s | free}) for t in sample.steps]
+            Store(folder).append(sample.model_copy(update={"steps": tuple(steps)}))
     report = Report.of(folder)
     text = report.document().markdown()
     first = text.partition("## Summary\n\n- ")[2].partition("\n")[0]
@@ -245,59 +204,3 @@ def test_without_its_packages_the_page_alone_is_missing(
         assert "ds_ckpt[report]" in result.output
         for kind in ("md", "json"):
             (folder / f"report.{kind}").unlink()
-
-
-def _chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None and os.environ.get("CI") == "true":
-        pytest.fail("CI must look at the report in a browser: install the Debian package chromium")
-    if found is None:
-        pytest.skip("no chromium here (Debian package chromium)")
-    return found
-
-
-PROBE = """
-<pre id="seen"></pre>
-<script>
-window.addEventListener("error", e => document.getElementById("seen").append("ERROR " + e.message));
-window.addEventListener("load", () => {
-  const seen = [...document.querySelectorAll("figure")].map(f => {
-    const box = f.querySelector("svg").getBoundingClientRect();
-    const shapes = [...f.querySelectorAll("path, use")];
-    const drawn = shapes.filter(p => {
-      const size = p.getBoundingClientRect();
-      return size.width + size.height > 0;
-    });
-    return {name: f.id, width: box.width, height: box.height, drawn: drawn.length};
-  });
-  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-  document.getElementById("seen").append("SEEN " + JSON.stringify({figures: seen, wide: wide}));
-});
-</script>
-"""
-
-
-@pytest.mark.timeout(180)
-def test_a_browser_draws_every_plot_without_an_error(page: str, tmp_path: Path) -> None:
-    """The page itself has no script; a copy of it gets one."""
-    looked_at = tmp_path / "page.html"
-    looked_at.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    command = [
-        _chromium(),
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900"),
-        *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000"),
-        *("--enable-logging=stderr", "--dump-dom", looked_at.as_uri()),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "CONSOLE" not in result.stderr, result.stderr
-    assert "ERROR " not in re.findall(r'<pre id="seen">(.*?)</pre>', result.stdout, re.DOTALL)[0]
-    (found,) = re.findall(r"SEEN (\{.*?\})</pre>", result.stdout, re.DOTALL)
-    seen = json.loads(found)
-    assert tuple(figure["name"] for figure in seen["figures"]) == PLOTS
-    for figure in seen["figures"]:
-        assert figure["width"] > 300, figure
-        assert figure["height"] > 100, figure
-        assert figure["drawn"] > 15, figure
-    assert seen["wide"] <= 0, "the page is wider than the window"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,8 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
 from ds_ckpt.lab.measure import run, worker
-from ds_ckpt.lab.measure.samples import Model, Store, Trial
-from ds_ckpt.lab.measure.spec import Configuration, Spec
+from ds_ckpt.lab.measure.samples import Store
+from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 
@@ -29,62 +27,74 @@ class _KillError(BaseException):
     """Ends a process in mid-work."""
 
 
-def _vanished(*_: object, **__: object) -> None:
-    raise HostError(Problem("b", "no answer", "it has vanished", "look"))
-
-
-def test_a_run_continues_only_with_its_model_versions_and_machines(
+def test_a_run_continues_only_with_its_settings_versions_and_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Jobs list what is missing; the first launch measures one trial and fails."""
+    launched: list[dict[str, Any]] = []
+    folder, backend, spec = tmp_path / "run", MagicMock(), Spec(repetitions=1, loss_steps=0)
+    backend.describe.return_value = "hosts"
+
+    def launch(_backend: Any, _module: str, job: dict[str, Any], *_: Any, **options: Any) -> None:
+        launched.append(job)
+        options["on_event"]({"words": "1 of 8 trials", "done": 1, "total": 8})
+        name, repetition = job["trials"][0]
+        Store(folder).append(known.trial(spec, name, 200.0, repetition, 0.0))
+        raise HostError(Problem("b", "no answer", "it has vanished", "look"))
+
     monkeypatch.setattr(run, "check_hosts", lambda backend: None)
-    monkeypatch.setattr(run, "check", lambda spec: None)
-    monkeypatch.setattr(run, "launch", _vanished)
-    (file := tmp_path / "config.json").write_text("{}")
-    (module := tmp_path / "mine.py").write_text("")
-    backend, console = MagicMock(), Console()
+    monkeypatch.setattr(run, "launch", launch)
 
-    def begin(model: str | None, folder: Path, repetitions: int = 6) -> None:
-        spec = Spec(model=model, folder=str(tmp_path), repetitions=repetitions)
-        run.measure(spec, folder, backend=backend, console=console)
+    def begin(**changes: Any) -> None:
+        run.measure(
+            Spec(**{"repetitions": 1, "loss_steps": 0, **changes}),
+            folder,
+            backend=backend,
+            console=Console(quiet=True),
+        )
 
-    for number, model in enumerate((None, str(file), str(tmp_path), "mine:make")):
-        folder = tmp_path / "runs" / str(number)
-        for measured in (False, True):
-            backend.describe.return_value = f"hosts {measured}"  # may change before a measurement
-            with pytest.raises(HostError):
-                begin(model, folder)
-            if not measured:
-                Store(folder).append(
-                    [Model(parameters=1, text="", heldout_bytes=1, corpus_sha256="a")]
-                )
-                (folder / run.RUNS).unlink()
+    for _ in range(2):
         with pytest.raises(HostError):
-            begin(model, folder, repetitions=7)
+            begin()
+    with pytest.raises(HostError):
+        begin(repetitions=2)
+    assert [len(job["trials"]) for job in launched] == [8, 7, 14]
+    backend.set_rate.assert_called_with(200.0)
+    for changes in ({"repetitions": 1}, {"repetitions": 2, "batch": 3}):
         with pytest.raises(ConfigError, match="other settings"):
-            begin(model, folder, repetitions=6)
-        backend.describe.return_value = "other hosts"
-        with pytest.raises(ConfigError, match="other hosts"):
-            begin(model, folder, repetitions=7)
-        backend.describe.return_value = "hosts True"
-        with monkeypatch.context() as patch:
-            patch.setattr(run, "versions", lambda: {"torch": "0.1"})
-            with pytest.raises(ConfigError, match=r"0\.1"):
-                begin(model, folder, repetitions=7)
-        if model is not None:
-            for changed in (file, module):
-                changed.write_text(f"{number}")
-            with pytest.raises(ConfigError, match="whose model was"):
-                begin(model, folder, repetitions=7)
+            begin(**changes)
+    with monkeypatch.context() as patch:
+        patch.setattr("ds_ckpt.lab.workload.versions", lambda: {"torch": "0.1"})
+        with pytest.raises(ConfigError, match=r"0\.1"):
+            begin(repetitions=2)
+    backend.describe.return_value = "other hosts"
+    with pytest.raises(ConfigError, match="other hosts"):
+        begin(repetitions=2)
+    assert len(run.read_runs(folder)) == 3
 
 
-def test_progress_is_a_line_per_tenth_without_a_terminal() -> None:
-    output = io.StringIO()
-    with run.progress_shown(Console(file=output, width=100)) as show:
-        for done in range(1, 41):
-            show({"words": f"{done} of 40 trials", "done": done, "total": 40})
-            show({"words": None})
-        show({"words": "training none/stock for its loss", "done": 0, "total": 60})
-    lines = [line.strip() for line in output.getvalue().splitlines() if line.strip()]
+def test_a_complete_run_needs_no_launch() -> None:
+    spec = Spec(rates=(100.0, 50.0), repetitions=2, loss_steps=3)
+    jobs = run.jobs(spec, set())
+    assert [job["rate"] for job in jobs] == [100.0, 50.0, None]
+    assert [job["memory"] for job in jobs] == [["none", "block"], [], []]
+    assert len(jobs[2]["losses"]) == 6  # none of those without communication
+    first, second = jobs[0]["trials"][:8], jobs[0]["trials"][8:]
+    assert [name for name, _ in second] == [name for name, _ in [*first[1:], first[0]]]
+    done = {sample.key for sample in known.samples(spec)}
+    assert run.jobs(spec, done) == []
+    done.remove(("trial", "block/4bit", 50.0, 1))
+    (job,) = run.jobs(spec, done)
+    assert (job["rate"], job["trials"]) == (50.0, [("block/4bit", 1)])
+
+
+def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    show = run._printer(Console(width=100))
+    for done in range(1, 41):
+        show({"words": f"{done} of 40 trials", "done": done, "total": 40})
+        show({})
+    show({"words": "training none/stock for its loss", "done": 0, "total": 60})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
     assert lines[-1] == "training none/stock for its loss"
     assert len(lines) == 12
@@ -95,12 +105,10 @@ def test_progress_is_a_line_per_tenth_without_a_terminal() -> None:
     [
         (["--loopback", "--rates=50mbit"], "only the links of emulated nodes"),
         (["--loopback", "--methods=zip"], "zip"),
-        (["--loopback", "--launcher=slurm"], "'slurm' is not one of 'pdsh', 'openmpi'"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
         (["--loopback", "--slots=1"], "a single process exchanges nothing"),
         (["--rates=fast"], "write 200mbit"),
-        (["--loopback", "--hosts=3"], "--hosts would change nothing"),
-        (["--loopback", "--launcher=openmpi", "--port=3"], "--launcher, --port would change"),
+        (["--loopback", "--hosts=3", "--port=3"], "--hosts, --port would change nothing"),
         (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
         (["--hostfile={file}", "--hosts=3"], "--hosts would change nothing"),
         (["--hostfile={file}", "--loopback"], "--loopback would change nothing"),
@@ -134,7 +142,7 @@ def test_the_demo_is_a_preset(
 
     def measured(spec: Spec, path: Path, **_: object) -> None:
         specs.append(spec)
-        raise _vanished()  # type: ignore[misc]
+        raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
     monkeypatch.setattr(run, "measure", measured)
     monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no root"])
@@ -145,29 +153,6 @@ def test_the_demo_is_a_preset(
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
     assert (spec.methods, spec.repetitions, spec.loss_steps) == (("topk",), 4, 8)
     assert spec.baselines == ("zero1",)
-
-
-def test_the_log_outlives_a_kill_in_mid_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, write = MagicMock(), Path.write_text
-    backend.describe.return_value = "here"
-    with run._logged(Spec(), tmp_path, backend) as entry:
-        entry["completed"] = True
-
-    def torn(path: Path, text: str, **options: Any) -> int:
-        write(path, text[: 2 * len(text) // 3], **options)
-        raise _KillError
-
-    monkeypatch.setattr(Path, "write_text", torn)
-    with pytest.raises(_KillError), run._logged(Spec(), tmp_path, backend):
-        pass
-    monkeypatch.undo()
-    (kept,) = (tmp_path / run.RUNS).read_text().splitlines()
-    assert json.loads(kept)["completed"]
-    with run._logged(Spec(), tmp_path, backend):
-        pass
-    assert len((tmp_path / run.RUNS).read_text().splitlines()) == 2
 
 
 def test_the_memory_of_policies_is_reduced_on_the_accelerator(
@@ -184,50 +169,7 @@ def test_the_memory_of_policies_is_reduced_on_the_accelerator(
     monkeypatch.setattr(
         worker, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: "meta")
     )
-    one = SimpleNamespace(
-        memory=lambda _batch: (1, 2), configuration=SimpleNamespace(policy="none")
-    )
+    one: Any = SimpleNamespace(peak_bytes=lambda _batch: 2)
     with pytest.raises(_KillError):
-        worker.Worker._memory(MagicMock(), one)  # type: ignore[arg-type]
+        worker.Worker._measure_memory(MagicMock(), one)
     assert devices == ["meta"]
-
-
-def test_existing_trials_are_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If no trial is missing, no engine is built."""
-    spec, store = Spec(rates=(100.0, 50.0), repetitions=2, warm_up=0), Store(tmp_path)
-    built: list[str] = []
-    rates: list[float | None] = []
-
-    def engine(configuration: Configuration, _spec: Spec) -> Any:
-        built.append(configuration.name)
-        return SimpleNamespace(
-            configuration=configuration, memory=lambda batch: (1, 2), end=lambda: None
-        )
-
-    def trial(self: worker.Worker, one: Any, rate: float, repetition: int) -> None:
-        assert rates[-1] == rate
-        self._append(known.trial(known.SPEC, one.configuration.name, rate, repetition, 0.0))
-
-    monkeypatch.setattr(worker, "EngineRun", engine)
-    monkeypatch.setattr(worker.Worker, "_trial", trial)
-    monkeypatch.setattr(worker.Worker, "_set_rate", lambda self, rate: rates.append(rate))
-    monkeypatch.setattr(worker.Worker, "batches", lambda self, step: step)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)
-
-    def engines_built() -> int:
-        built.clear()
-        done = {sample.key: sample for sample in store.read()}
-        worker.Worker(spec, store, MagicMock(), done, MagicMock(), None)._measure_trials()
-        return len(built)
-
-    assert engines_built() == 8
-    whole = store.path.read_text().splitlines(keepends=True)
-    assert len([s for s in store.read() if isinstance(s, Trial)]) == 2 * 2 * 8
-    assert rates == [100.0, 50.0, 100.0, 50.0, None]
-    assert engines_built() == 0
-    store.path.write_text("".join(whole[:-3]))
-    assert engines_built() == 8
-    assert store.path.read_text().splitlines(keepends=True) == whole

@@ -3,79 +3,64 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.cli.measure_arguments import model_of, sections_of
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, StateError, UnsupportedError
 from ds_ckpt.lab.measure.samples import Memory, Store
-from ds_ckpt.lab.measure.spec import (
-    AXES,
-    BASELINES,
-    METHODS,
-    Configuration,
-    Spec,
-    check,
-    deepspeed_config,
-)
-from ds_ckpt.lab.measure.worker import build_model, check_batch, slowest
-from ds_ckpt.lab.subject import run_forward
+from ds_ckpt.lab.measure.spec import AXES, METHODS, Configuration, Spec, check, deepspeed_config
+from ds_ckpt.lab.measure.worker import build_model, slowest
 from tests.unit import measure_samples as known
 
 
-def test_the_default_is_two_by_two_with_the_references() -> None:
+def test_configurations_are_the_product_of_the_axes() -> None:
+    methods = ("stock", "dense", "4bit", "no_comm")
     assert [one.name for one in Spec().configurations] == [
-        f"{policy}/{method}"
-        for policy in ("none", "block")
-        for method in ("stock", "dense", "4bit", "no_comm")
+        f"{policy}/{method}" for policy in ("none", "block") for method in methods
     ]
     spec = Spec(policies=("none",), weights=("stock", "whole"), baselines=("zero1",))
-    methods = ("stock", "dense", "4bit", "no_comm")
     names = [f"none/{method}{where}" for where in ("", "/whole") for method in methods]
     assert [one.name for one in spec.configurations] == [*names, "none/stock/zero1"]
     assert [Configuration.of(one.name) for one in spec.configurations] == spec.configurations
 
 
-def test_every_policy_and_method_is_a_valid_file() -> None:
-    """Policies and methods are those of the registries."""
-    assert set(policy_names(planned=False)) <= set(AXES["activation"])
-    spec = Spec(policies=tuple(AXES["activation"]), methods=tuple(METHODS))
-    check(spec)
-    for one in spec.configurations:
-        config = deepspeed_config(spec, one, parameters=1000, start_step=3)
-        plugin = parse(json.loads(json.dumps(config)), source=one.name)
-        assert plugin.activation.active == (one.policy != "none")
-        assert config["zero_optimization"]["reduce_bucket_size"] == 125
-        if one.method in ("stock", "no_comm"):
-            assert plugin.compression.method == "none"
-        elif one.method != "dense":
-            assert plugin.compression.warmup_steps == 3
-            assert not plugin.compression.exchange.autotune
-
-
-def test_every_placement_of_weights_is_a_valid_file() -> None:
-    weights = ("whole", "lossless")
-    spec = Spec(weights=weights, baselines=tuple(BASELINES), slots=2, bf16=True, accumulation=4)
+def test_every_configuration_is_a_valid_file() -> None:
+    baselines = ("hpz", "zero2", "zero1")
+    spec = Spec(
+        policies=tuple(AXES["activation"]),
+        methods=tuple(METHODS),
+        weights=("whole", "lossless"),
+        baselines=baselines,
+        slots=2,
+        bf16=True,
+        accumulation=4,
+    )
     check(spec)
     zeros = {}
     for one in spec.configurations:
-        config = deepspeed_config(spec, one, parameters=1000)
-        plugin = parse(json.loads(json.dumps(config)), source=one.name)
-        assert config["gradient_accumulation_steps"] == 4
-        assert config["bf16"] == {"enabled": True}
-        assert plugin.weights.resident == (one.weights in weights)
-        if plugin.weights.resident:
-            assert plugin.weights.deltas == {"whole": "none"}.get(one.weights, "lossless")
-        if one.method in ("dense", "4bit"):
-            assert plugin.compression.exchange.when == "accumulation_boundary"
+        config = deepspeed_config(spec, one, parameters=1000, start_step=3)
         zero = config["zero_optimization"]
         zeros[one.weights] = (zero["stage"], zero.get("zero_hpz_partition_size"))
+        if one.weights in baselines:
+            continue
+        plugin = parse(json.loads(json.dumps(config)), source=one.name)
+        assert plugin.activation.active == (one.policy != "none")
+        assert plugin.weights.resident == (one.weights != "stock")
+        if plugin.weights.resident:
+            assert plugin.weights.deltas == {"whole": "none"}.get(one.weights, "lossless")
+        assert zero["reduce_bucket_size"] == 125
+        if one.method in ("stock", "no_comm"):
+            assert plugin.compression.method == "none"
+        else:
+            assert plugin.compression.exchange.when == "accumulation_boundary"
+        if one.method not in ("stock", "dense", "no_comm"):
+            assert plugin.compression.warmup_steps == 3
+            assert not plugin.compression.exchange.autotune
     three = dict.fromkeys(("stock", "whole", "lossless"), (3, None))
     assert zeros == {**three, "hpz": (3, 2), "zero2": (2, None), "zero1": (1, None)}
 
@@ -88,10 +73,6 @@ def test_every_placement_of_weights_is_a_valid_file() -> None:
             {"exchange": {"when": "micro_step", "autotune": False}, "warmup_steps": 0},
         ),
         (
-            {"method": "quantize", "quantize": {"bits": 8}, "warmup_steps": 7},
-            {"warmup_steps": 0, "quantize": {"bits": 8}},
-        ),
-        (
             {"method": "dense", "rules": [{"match": "*", "method": "quantize"}]},
             {"exchange": {"when": "accumulation_boundary", "autotune": False}, "warmup_steps": 0},
         ),
@@ -101,9 +82,7 @@ def test_a_users_section_is_used(section: dict[str, Any], expected: dict[str, An
     spec = Spec(methods=("mine",), sections={"compression/mine": section}, accumulation=2)
     check(spec)
     config = deepspeed_config(spec, Configuration("none", "mine"), parameters=10)
-    compression = config["ds_ckpt"]["compression"]
-    assert compression["method"] == section["method"]
-    assert {name: compression[name] for name in expected} == expected
+    assert config["ds_ckpt"]["compression"] == {**section, **expected}
     parse(json.loads(json.dumps(config)))
 
 
@@ -118,18 +97,14 @@ LOOPBACK: dict[str, Any] = {"where": "loopback", "hosts": 1, "slots": 2, "rates"
             ["--policies", "--methods", "--policies", "--rates", "--hosts, --slots"],
         ),
         (
-            {"weights": ("lossless", "half"), "baselines": ("hpz", "zero4"), "accumulation": 0},
-            ["--weights", "--baselines", "--weights", "--baselines", "--accumulation"],
+            {"weights": ("lossless", "half"), "baselines": ("hpz", "zero4")},
+            ["--weights", "--baselines", "--weights", "--baselines"],
         ),
         ({**LOOPBACK, "weights": ("whole",)}, ["--weights"]),
         ({**LOOPBACK, "weights": ("stock",), "baselines": ("zero2",)}, []),
         ({"policies": ("none", "none")}, ["--policies"]),
-        ({"tokens": 1, "batch": 0}, ["--tokens", "--batch"]),
-        ({"shape": {"heads": 3}}, ["--shape"]),
-        ({"shape": {"layers": 0}}, ["--shape"]),
-        ({"model": "llama-7b", "shape": {"layers": 3}}, ["--shape"]),
-        ({"model": "mine:make"}, ["--loss-steps, --text"]),
-        ({"model": "mine:make", "loss_steps": 0, "tokens": 1}, []),
+        ({"model": "llama-7b", "shape": {"layers": 3}}, ["--model, --shape"]),
+        ({"model": "mine:make"}, ["--model, --shape"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused_together(
@@ -161,20 +136,15 @@ def test_one_file_may_have_policy_method_and_weights(tmp_path: Path) -> None:
     assert sections == {f"{axis}/both": section for axis, section in plugin.items()}
     spec = Spec(policies=names["activation"], methods=names["compression"], sections=sections)
     check(spec)
-    (one,) = [c for c in spec.configurations if c.name == "both/both"]
-    written = deepspeed_config(spec, one, parameters=10)["ds_ckpt"]
-    assert written["activation"] == plugin["activation"]
-    assert written["compression"]["method"] == "quantize"
+    assert Configuration("both", "both") in spec.configurations
 
 
 @pytest.mark.parametrize(
     ("axis", "name", "plugin", "found"),
     [
         ("activation", "none", {"activation": {"policy": "block"}}, "is a name already"),
-        ("compression", "dense", {"compression": {"method": "topk"}}, "is a name already"),
         ("weights", "zero2", {"weights": {"resident": True}}, "is a name already"),
         ("compression", "x", {"activation": {"policy": "block"}}, "no ds_ckpt.compression"),
-        ("activation", "x", {"compression": {"method": "topk"}}, "no ds_ckpt.activation"),
         ("activation", "x", {}, "no ds_ckpt.activation"),
     ],
 )
@@ -189,30 +159,14 @@ def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "def make(batch=1):\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(batch, 4)\n"
-    )
     monkeypatch.chdir(tmp_path)
     named = model_of("config.json")
     assert named == str(tmp_path / "config.json")
-    model, _ = build_model(Spec(model=named, tokens=8))
-    again, _ = build_model(Spec(model=named, tokens=8))
+    model, again = (build_model(Spec(model=named, tokens=8)) for _ in range(2))
     assert type(model).__name__ == "LlamaForCausalLM"
-    assert model.dtype == torch.float32
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert one.dtype == torch.float32
         assert torch.equal(one, other)
-    own = Spec(model=model_of("mine:make"), folder=str(tmp_path), loss_steps=0)
-    own = replace(own, batch=5)
-    model, batch = build_model(own)
-    assert batch.shape == (5, 4)
-    assert run_forward(model, batch).requires_grad
-    check_batch(replace(own, tokens=1), batch)
-    with pytest.raises(ConfigError, match="--batch 5 --tokens 1"):
-        check_batch(replace(own, tokens=1, batch=4), batch)
-    ids = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
-    check_batch(replace(own, tokens=64, batch=2), ids)
     with pytest.raises(UnsupportedError, match="no_such"):
         model_of("no_such/config.json")
 
@@ -228,23 +182,17 @@ def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Pa
     assert store.read() == []
     samples = known.samples()
     assert len({one.key for one in samples}) == len(samples)
-    store.append(samples[:5])
-    store.append(samples[5:])
-    assert store.read() == samples
+    store.append(*samples)
     whole = store.path.read_bytes()
     store.path.write_bytes(whole[:-20])
     assert store.read() == samples[:-1]
     store.truncate_partial()
-    store.append(samples[-1:])
+    store.append(samples[-1])
     assert store.path.read_bytes() == whole
-
-
-def test_of_equal_keys_the_last_record_counts(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    first = Memory(policy="none", held_bytes=1, peak_bytes=2)
+    first = Memory(policy="new", peak_bytes=2)
     second = first.model_copy(update={"peak_bytes": 3})
-    store.append([first, second])
-    assert store.read() == [second]
+    store.append(first, second)
+    assert store.read() == [*samples, second]  # of equal keys the last counts
     store.path.write_text('{"kind": "trial"}\n')
     with pytest.raises(StateError, match="line 1"):
         store.read()

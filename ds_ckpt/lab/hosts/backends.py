@@ -1,7 +1,7 @@
 """Backends: how a command reaches its hosts, which environment it needs, and interface counters.
 
-The machines of a hostfile and the hosts of `emulated` are reached over pdsh or Open MPI; `Loopback`
-is this machine alone. `launcher` starts processes; nothing is started here.
+The machines of a hostfile and the hosts of `emulated` are reached over pdsh; `Loopback` is this
+machine alone. `launcher` starts processes; nothing is started here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 
 import ds_ckpt
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.lab.hosts import Launcher
 
 MASTER_PORT = 29500
 SSH_S = 12.0
 """Time limit for a host's answer to ssh."""
 INTERFACE = "eth0"
 """Network interface of every emulated host."""
-_LOOPBACK = Path("/sys/class/net/lo")
-_ETH0 = Path("/sys/class/net/eth0")
 _ROUTES = Path("/proc/self/net/route")
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -69,8 +67,9 @@ class Backend:
         raise NotImplementedError
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Set the rate of every link."""
-        raise NotImplementedError("only the links of emulated hosts have a rate")
+        """Set the rate of every link; without a limit there is nothing to set."""
+        if rate_mbit is not None:
+            raise NotImplementedError("only the links of emulated hosts have a rate")
 
     def end(self) -> None:
         """End from the inside what has to be killed, if possible."""
@@ -87,7 +86,6 @@ class Hostfile(Backend):
 
     hostfile: Path
     interface: str | None = None
-    launcher: Launcher = "pdsh"
     port: int = MASTER_PORT
     ssh_port: int | None = None
     counts: dict[str, int] = field(init=False)
@@ -95,11 +93,6 @@ class Hostfile(Backend):
     def __post_init__(self) -> None:
         self.counts = read_hostfile(self.hostfile)
         self.names = tuple(self.counts)
-        if self.launcher == "openmpi" and self.interface is None and not _ETH0.exists():
-            why = "deepspeed makes mpirun use eth0, which this machine does not have"
-            remedy = "name the network interface of all hosts: --interface ens5"
-            problem = Problem("--launcher openmpi", "no --interface", why, remedy)
-            raise ConfigError(problem, headline="this hostfile cannot be used")
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a quick command over ssh."""
@@ -110,32 +103,21 @@ class Hostfile(Backend):
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         """Prepare a command for the machines."""
-        import torch
-
         everywhere = environment(self.interface, gpus=torch.cuda.is_available())
         options = [f"--hostfile={self.hostfile.resolve()}", "--no_ssh_check"]
         options.append(f"--master_port={self.port}")
-        here = {**without_outer_launch(), **everywhere}
-        if self.launcher == "openmpi":
-            options.append("--launcher=openmpi")
-            if self.interface is not None:  # deepspeed makes mpirun use eth0
-                options.append(f"--launcher_args=--mca btl_tcp_if_include {self.interface}")
-            if self.ssh_port:  # deepspeed passes --ssh_port to pdsh alone
-                name = "OMPI_MCA_plm_rsh_args"
-                here[name] = f"{here.get(name, '')} -p {self.ssh_port}".strip()
-        elif self.ssh_port:
+        if self.ssh_port:
             options.append(f"--ssh_port={self.ssh_port}")
-        here["DS_ENV_FILE"] = exported(everywhere, folder)
-        return Prepared(with_launcher_args(argv, options), here)
+        here = {"DS_ENV_FILE": exported(everywhere, folder)}
+        return Prepared(
+            with_launcher_args(argv, options), without_outer_launch() | everywhere | here
+        )
 
     def describe(self) -> str:
         """Describe the machines."""
         hosts = ", ".join(f"{name} with {count}" for name, count in self.counts.items())
         by = f", interface {self.interface}" if self.interface else ""
-        return (
-            f"machines of {self.hostfile.name} (processes: {hosts}{by}), launched by deepspeed "
-            f"over {self.launcher}; link rate not changed"
-        )
+        return f"nodes of {self.hostfile.name} (ranks: {hosts}{by}), link rate not changed"
 
 
 @dataclass
@@ -159,21 +141,19 @@ class Loopback(Backend):
         """Prepare a command for this machine; a cluster's own hostfile is not read."""
         where = ["--hostfile=none", f"--num_gpus={self.processes}", "--master_addr=127.0.0.1"]
         command = with_launcher_args(argv, [*where, f"--master_port={self.port}"])
-        interface = "lo" if _LOOPBACK.exists() else None
+        interface = "lo" if _ROUTES.exists() else None
         everywhere = environment(interface, gpus=self.on_gpus())
-        return Prepared(command, {**without_outer_launch(), **everywhere})
+        return Prepared(command, without_outer_launch() | everywhere)
 
     def on_gpus(self) -> bool:
         """Return whether the launched processes run on GPUs."""
-        import torch
-
         wanted = os.environ.get("DS_ACCELERATOR") in (None, "cuda")
         return self.gpus and wanted and torch.cuda.device_count() >= self.processes
 
     def describe(self) -> str:
         """Describe this machine."""
         if self.on_gpus():
-            return f"{self.processes} GPUs of one machine; link rate not changed"
+            return f"{self.processes} GPUs of one machine, link rate not changed"
         return (
             f"{self.processes} processes on one machine over loopback, LINK NOT SHAPED: it is "
             "faster than any network, so times show the methods' cost and not their savings"
@@ -183,37 +163,31 @@ class Loopback(Backend):
 def read_hostfile(path: Path) -> dict[str, int]:
     """Read the processes by host; ConfigError on lines other than `name slots=N`."""
     found: dict[str, int] = {}
-    problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = line.split("#")[0].split()
         if not words:
             continue
         slots = re.fullmatch(r"slots=([1-9][0-9]*)", words[1]) if len(words) == 2 else None
         if slots is None or words[0] in found:
-            why = "each host is listed once, with its number of processes"
-            problems.append(
-                Problem(f"{path}, line {number}", line.strip(), why, "write `name slots=8`")
-            )
-        else:
-            found[words[0]] = int(slots[1])
-    if not problems and not found:
-        why = "the experiment runs on the listed hosts"
-        problems.append(Problem(str(path), "no hosts", why, "write `name slots=8`, one per line"))
-    if len(set(found.values())) > 1:
-        why = "all hosts must have the same number of processes"
-        problems.append(Problem(str(path), "hosts with different slots", why, "make them equal"))
-    if problems:
-        raise ConfigError(problems, headline="this hostfile cannot be used")
+            raise _unusable(f"{path}, line {number}", line.strip())
+        found[words[0]] = int(slots[1])
+    if len(set(found.values())) != 1:
+        raise _unusable(str(path), "hosts with different slots" if found else "no hosts")
     return found
+
+
+def _unusable(where: str, found: str) -> ConfigError:
+    why = "each host is listed once, all with the same number of processes"
+    problem = Problem(where, found, why, "write `name slots=8`, one per line")
+    return ConfigError(problem, headline="this hostfile cannot be used")
 
 
 def environment(interface: str | None, *, gpus: bool = False) -> dict[str, str]:
     """Return what every process needs, also if ssh starts it with a bare environment."""
     package = str(Path(ds_ckpt.__file__).parents[1])
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     everywhere = {
-        "TORCH_EXTENSIONS_DIR": os.environ.get(
-            "TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"
-        ),
+        "TORCH_EXTENSIONS_DIR": compiled,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": ":".join(filter(None, [package, os.environ.get("PYTHONPATH")])),
@@ -268,27 +242,8 @@ def run_quick(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that a host's interfaces have sent since boot; subtract two readings."""
-
-    link_bytes: int
-    all_bytes: int
-
-    def __sub__(self, earlier: Sent) -> Sent:
-        return Sent(self.link_bytes - earlier.link_bytes, self.all_bytes - earlier.all_bytes)
-
-
-def sent(interface: str | None) -> Sent:
-    """Read `interface`, and its sum with loopback; 0 without an interface."""
-    if interface is None:
-        return Sent(0, 0)
-    link = sent_bytes(interface)
-    return Sent(link, link if interface == "lo" else link + sent_bytes("lo"))
-
-
 def sent_bytes(interface: str) -> int:
-    """Read one interface's counter; KeyError if there is no such interface."""
+    """Read the bytes that an interface has sent since boot; KeyError if there is none."""
     return int(psutil.net_io_counters(pernic=True, nowrap=False)[interface].bytes_sent)
 
 
@@ -299,10 +254,8 @@ def link_interface(where: str) -> str | None:
     """
     if not _ROUTES.exists():
         return None
-    if where == "loopback":
-        return "lo"
-    if where == "emulated":
-        return INTERFACE
+    if where != "hostfile":
+        return "lo" if where == "loopback" else INTERFACE
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if named := os.environ.get(name, "").split(",")[0].lstrip("="):
             return named

@@ -27,7 +27,6 @@ from pathlib import Path
 import psutil
 
 from ds_ckpt.errors import Problem
-from ds_ckpt.lab.hosts import Launcher
 from ds_ckpt.lab.hosts.backends import (
     INTERFACE,
     MASTER_PORT,
@@ -39,19 +38,11 @@ from ds_ckpt.lab.hosts.backends import (
     with_launcher_args,
     without_outer_launch,
 )
-from ds_ckpt.lab.hosts.sets import HostsError, HostSet, ProcessId, new_folder
+from ds_ckpt.lab.hosts.sets import HostsError, new_set
 
 SSH_PORT = 2222
-_TOOLS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "pdsh": "pdsh",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
-    "nsenter": "util-linux",
-    "unshare": "util-linux",
-}
+_TOOLS = ("ip", "tc", "pdsh", "ssh", "ssh-keygen", "sshd", "nsenter", "unshare")
+_PACKAGES = "iproute2 pdsh openssh-client openssh-server util-linux"
 _SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
 # for `unshare`: own namespaces of each host; it dies with its maker
 _SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
@@ -83,10 +74,8 @@ def missing() -> list[str]:
     if sys.platform != "linux":
         return ["network namespaces need Linux"]
     reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
-    absent = [name for name in _TOOLS if tool(name) is None]
-    if absent:
-        packages = " ".join(sorted({_TOOLS[name] for name in absent}))
-        reasons.append(f"not found: {', '.join(absent)} (Debian packages: {packages})")
+    if absent := [name for name in _TOOLS if tool(name) is None]:
+        reasons.append(f"not found: {', '.join(absent)} (Debian packages: {_PACKAGES})")
     if not reasons:  # root in a container may lack the right
         tried = _run(["unshare", *_SPACES, "true"])
         if tried.returncode:
@@ -144,11 +133,10 @@ class EmulatedHosts(Backend):
         *,
         rate_mbit: float | None = 200.0,
         slots: int = 1,
-        launcher: Launcher = "pdsh",
         port: int = MASTER_PORT,
     ) -> None:
         self.names = tuple(f"host{i}" for i in range(count))
-        self.rate_mbit, self.slots, self.launcher, self.port = rate_mbit, slots, launcher, port
+        self.rate_mbit, self.slots, self.port = rate_mbit, slots, port
         self.hosts: tuple[Host, ...] = ()
         self.folder = Path()
         self._first: list[subprocess.Popen[bytes]] = []
@@ -156,16 +144,10 @@ class EmulatedHosts(Backend):
 
     def __enter__(self) -> EmulatedHosts:
         if reasons := missing():
-            raise HostsError(
-                Problem(
-                    where="this machine",
-                    found="; ".join(reasons),
-                    why="each host is a network, process and mount namespace with an sshd",
-                    remedy="run as root with these tools, name real machines in a hostfile, or use "
-                    "loopback, whose link is not shaped",
-                ),
-                headline="hosts cannot be emulated here",
-            )
+            why = "each host is a network, process and mount namespace with an sshd"
+            remedy = "run as root with these tools, or use a hostfile or loopback"
+            problem = Problem("this machine", "; ".join(reasons), why, remedy)
+            raise HostsError(problem, headline="hosts cannot be emulated here")
         try:
             self._up()
         except BaseException:
@@ -189,14 +171,9 @@ class EmulatedHosts(Backend):
         while self._pids and any(process.poll() is None for process in self._first):
             _collect_adopted(spaces)
             if time.monotonic() > limit:
-                raise HostsError(
-                    Problem(
-                        where=str(self.folder),
-                        found="processes that outlive their hosts",
-                        why=f"their first processes were killed {_UP_S:.0f} s ago",
-                        remedy="end what blocks them, then run `ds-ckpt hosts down`",
-                    )
-                )
+                found = f"processes that outlive their hosts by {_UP_S:.0f} s"
+                remedy = "end what blocks them, then run `ds-ckpt hosts down`"
+                raise HostsError(Problem(str(self.folder), found, "they were killed", remedy))
             time.sleep(0.02)
         for process in self._first:
             with contextlib.suppress(ProcessLookupError):
@@ -230,43 +207,28 @@ class EmulatedHosts(Backend):
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         """Prepare `argv` to run in the first host, in `folder`.
 
-        A leading `deepspeed` gets options for all the hosts unless it names a hostfile itself.
-        Other commands find a hostfile in `DS_CKPT_HOSTFILE`, and settings for pdsh and Open MPI's
-        `mpirun` in the environment.
+        A leading `deepspeed` gets options for all the hosts. Other commands find a hostfile in
+        `DS_CKPT_HOSTFILE`, and settings for pdsh in the environment.
         """
         self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
-        named = any(word.split("=")[0] in ("-H", "--hostfile") for word in argv)
         where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
-        where += [f"--master_port={self.port}", "--no_ssh_check"]
-        pdsh = self.launcher == "pdsh"
-        where.append(f"--ssh_port={SSH_PORT}" if pdsh else "--launcher=openmpi")
-        command = with_launcher_args(argv, [] if named else where)
-        ssh = f"-F {self.folder}/ssh_config"
+        where += [f"--master_port={self.port}", "--no_ssh_check", f"--ssh_port={SSH_PORT}"]
         reach = {
-            "PDSH_SSH_ARGS_APPEND": ssh,  # DeepSpeed adds `-p PORT` itself
+            # DeepSpeed adds `-p PORT` itself
+            "PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config",
             "PDSH_RCMD_TYPE": "ssh",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_plm_rsh_args": ssh,
-            "OMPI_MCA_oob_tcp_if_include": INTERFACE,
-            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
-            # The hosts share /tmp, and small pids and names come back in every set.
-            "OMPI_MCA_orte_tmpdir_base": "/run",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
             "DS_ENV_FILE": exported(everywhere, self.folder),
             "DS_CKPT_HOSTFILE": str(self.hostfile),
         }
-        inside = self.hosts[0].command(command, folder=folder)
-        return Prepared(inside, {**without_outer_launch(), **everywhere, **reach})
+        inside = self.hosts[0].command(with_launcher_args(argv, where), folder=folder)
+        return Prepared(inside, without_outer_launch() | everywhere | reach)
 
     def describe(self) -> str:
         """Describe the emulation."""
         return (
             f"{len(self.names)} nodes emulated on one machine (network namespaces, bandwidth "
-            f"shaped by the kernel, delay not), {self.slots} processes each, launched by "
-            f"deepspeed over {self.launcher}"
+            f"shaped by the kernel, delay not), {self.slots} ranks each"
         )
 
     def set_rate(self, rate_mbit: float | None) -> None:
@@ -277,8 +239,7 @@ class EmulatedHosts(Backend):
             self._shape(_in_network(pid), INTERFACE)
 
     def _up(self) -> None:
-        self.folder = new_folder()
-        self._record()
+        self.folder = new_set()
         addresses = [f"10.77.0.{i + 1}" for i in range(len(self.names))]
         _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
         self._start(["sleep", "infinity"])  # the switch
@@ -286,37 +247,19 @@ class EmulatedHosts(Backend):
             first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, str(tool("sshd"))]
             self._start(first, log=self.folder / f"{name}.log")
         self._pids += map(_child_of, self._first)
-        self._record()
-        pids = self._pids
-        inside = _in_network(pids[0])
+        inside = _in_network(self._pids[0])
         _call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
         _call([*inside, "ip", "link", "set", "switch", "up"])
-        for i, pid in enumerate(pids[1:]):
-            self._link(inside, f"port{i}", pid, addresses[i])
-        self.hosts = tuple(map(Host, self.names, addresses, pids[1:]))
+        self.hosts = tuple(map(Host, self.names, addresses, self._pids[1:]))
+        for i, host in enumerate(self.hosts):
+            own, peer = _in_network(host.pid), ["peer", "name", INTERFACE, "netns", str(host.pid)]
+            _call([*inside, "ip", "link", "add", f"port{i}", "type", "veth", *peer])
+            _call([*inside, "ip", "link", "set", f"port{i}", "master", "switch", "up"])
+            _call([*own, "ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
+            _call([*own, "ip", "link", "set", INTERFACE, "up"])
+        self.set_rate(self.rate_mbit)
         for host in self.hosts:
             self._wait_for_ssh(host)
-
-    def _record(self) -> None:
-        running = [*(process.pid for process in self._first), *self._pids]
-        HostSet(
-            self.folder,
-            owner=ProcessId.of(os.getpid()),
-            processes=tuple(ProcessId.of(pid) for pid in running),
-            count=len(self.names),
-            rate_mbit=self.rate_mbit,
-        ).write()
-
-    def _link(self, switch: list[str], port: str, pid: int, address: str) -> None:
-        host = _in_network(pid)
-        peer = ["peer", "name", INTERFACE, "netns", str(pid)]
-        _call([*switch, "ip", "link", "add", port, "type", "veth", *peer])
-        _call([*switch, "ip", "link", "set", port, "master", "switch", "up"])
-        _call([*host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE])
-        _call([*host, "ip", "link", "set", INTERFACE, "up"])
-        # both directions
-        self._shape(host, INTERFACE)
-        self._shape(switch, port)
 
     def _shape(self, where: list[str], device: str) -> None:
         queue = ["noqueue"]
@@ -345,15 +288,10 @@ class EmulatedHosts(Backend):
         limit = time.monotonic() + _UP_S
         while (result := _run(self.hosts[0].command(ssh))).returncode:
             if time.monotonic() > limit:
-                log = (self.folder / f"{host.name}.log").read_text()
-                raise HostsError(
-                    Problem(
-                        where=host.name,
-                        found=f"no answer to ssh: {result.stderr.strip()}",
-                        why=f"{_UP_S:.0f} s have passed; its sshd printed: {log.strip()}",
-                        remedy="fix what sshd reports",
-                    )
-                )
+                log = (self.folder / f"{host.name}.log").read_text().strip()
+                found = f"no answer to ssh in {_UP_S:.0f} s: {result.stderr.strip()}"
+                why = f"its sshd printed: {log}"
+                raise HostsError(Problem(host.name, found, why, "fix what sshd reports"))
             time.sleep(0.1)
 
 
@@ -391,14 +329,9 @@ def _call(argv: Sequence[str]) -> None:
     """Run a tool; HostsError with its output if it fails."""
     result = _run(argv)
     if result.returncode:
-        raise HostsError(
-            Problem(
-                where=" ".join(argv),
-                found=f"exit code {result.returncode}: {result.stderr.strip()}",
-                why="it creates the hosts and their links",
-                remedy="check that this kernel and its tools support the command",
-            )
-        )
+        found = f"exit code {result.returncode}: {result.stderr.strip()}"
+        remedy = "check that the hosts are up and this kernel supports the command"
+        raise HostsError(Problem(" ".join(argv), found, "it makes hosts and their links", remedy))
 
 
 def _environment() -> dict[str, str]:
@@ -423,14 +356,9 @@ def _child_of(process: subprocess.Popen[bytes]) -> int:
             if children and namespace(children[0].pid) not in (None, namespace(os.getpid())):
                 return int(children[0].pid)
         time.sleep(0.01)
-    raise HostsError(
-        Problem(
-            where=f"{process.args!r}",
-            found=f"no process inside, exit code {process.returncode}",
-            why="namespaces could not be made",
-            remedy="check that this machine lets root make network and process namespaces",
-        )
-    )
+    remedy = "check that this machine lets root make network and process namespaces"
+    found = f"no process inside, exit code {process.returncode}"
+    raise HostsError(Problem(f"{process.args!r}", found, "it makes the namespaces", remedy))
 
 
 def _collect_adopted(spaces: set[str | None]) -> None:

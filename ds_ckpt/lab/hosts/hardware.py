@@ -20,11 +20,13 @@ from ds_ckpt.lab.hosts.probe import Links
 
 HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
-_SHAPE = re.compile(r"^([1-9][0-9]*) nodes? x ([1-9][0-9]*) (.+)$", re.IGNORECASE)
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-_RATE = re.compile(rf"^{_NUMBER} ?([GM])bit/s$", re.IGNORECASE)
-_LATENCY = re.compile(rf"^{_NUMBER} ?(us|ms)$", re.IGNORECASE)
-_SUFFIX = "_source"
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_CLUSTER = re.compile(
+    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])bit/s)?"
+    rf"(?:, ?{_NUMBER} ?([um])s)?",
+    re.IGNORECASE,
+)
+_UNITS = {"g": 1e9, "m": 1e6}, {"u": 1e-6, "m": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Entry:
         """Yield the figures with their sources."""
         for key, value in self.values.items():
             if isinstance(value, (int, float)):
-                yield Figure(f"{self.name}: {key}", value, str(self.values.get(key + _SUFFIX, "")))
+                yield Figure(
+                    f"{self.name}: {key}", value, str(self.values.get(f"{key}_source", ""))
+                )
 
 
 @dataclass(frozen=True)
@@ -101,23 +105,15 @@ class Hardware:
 
     def entry(self, group: str, name: str, needed: tuple[str, ...] = ()) -> Entry:
         """Look up a name, also without the memory size at its end; problems are collected."""
-        known = self.groups.get(group, {})
-        found = next((n for n in known if _plain(n) == _plain(name)), None)
-        longer = (n for n in known if re.fullmatch(_plain(name) + r"\d+gb", _plain(n)))
-        found = found or next(longer, None)
-        if found is None:
-            why = f"{self.path.name} has {', '.join(known) or 'none'}"
+        known, plain = self.groups.get(group, {}), _plain(name)
+        found = [n for n in known if re.fullmatch(re.escape(plain) + r"(\d+gb)?", _plain(n))]
+        values = dict(known[found[0]]) if found else {}
+        name = found[0] if found else name
+        if absent := [n for n in needed if not _is_positive(values.get(n))]:
+            why = f"{self.path.name} has {', '.join(known)}, and each needs numbers above 0"
             remedy = f"name one of those, or give its figures: --hardware (copy {self.path.name})"
-            self.wrong(self.where, f"{group[:-1]} {name}", why, remedy)
-            return Entry(name, dict.fromkeys(needed, 1.0))
-        values = dict(known[found])
-        for figure in needed:
-            value = values.get(figure)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                why = "the formulas need a number above 0 there"
-                self.wrong(f"{self.path}: {found}", f"no {figure}", why, "write it")
-                values[figure] = 1.0
-        return Entry(found, values)
+            self.wrong(self.where, f"{group} {name}: no {', '.join(absent)}", why, remedy)
+        return Entry(name, {**dict.fromkeys(absent, 1.0), **values} if absent else values)
 
     def cluster(
         self, text: str, needed: tuple[str, ...], links: Path | None = None
@@ -129,47 +125,33 @@ class Hardware:
             needed: figures of the accelerator.
             links: of `ds-ckpt probe`, in place of the text's rate and latency.
         """
-        parts = [part.strip() for part in " ".join(text.split()).split(",")]
-        shape, rate, latency, odd = _SHAPE.match(parts[0]), None, None, False
-        for part in parts[1:]:
-            if match := _RATE.match(part):
-                rate = match
-            elif match := _LATENCY.match(part):
-                latency = match
-            else:
-                odd = True
-        alone = shape is not None and int(shape[1]) == 1
-        if shape is None or odd or (rate is None and links is None and not alone):
+        found = _CLUSTER.fullmatch(" ".join(text.split()))
+        if found is None or not (found[4] or links or found[1] == "1"):
             why = "it must name nodes, devices per node, their kind and a link rate"
             self.wrong(self.where, text, why, f'write "{EXAMPLE}"')
             return None
-        per_s = float(rate[1]) * (1e9 if rate[2] in "gG" else 1e6) if rate else math.inf
-        network = self.groups.get("links", {}).get("between nodes", {})
-        hop_s = float(network.get("latency_s", 0.0))
-        hop = Figure("latency of a node's link", hop_s, str(network.get("latency_s_source", "")))
-        if latency is not None:
-            scale = 1e-6 if latency[2].lower() == "us" else 1e-3
-            hop = Figure(hop.what, float(latency[1]) * scale, "named in the text")
-        named = Figure("rate of a node's link", per_s, "named in the text")
-        if links is not None:
-            named, hop = self._probed(links, named, hop)
-        if named.value <= 0:
+        nodes, local, name, rate, rate_unit, latency, latency_unit = found.groups()
+        per_s = float(rate) * _UNITS[0][rate_unit.lower()] if rate else math.inf
+        if per_s == 0:
             self.wrong(self.where, text, "a link of no rate carries nothing", f'write "{EXAMPLE}"')
-        device = self.entry("accelerators", shape[3], needed)
-        return Cluster(text, int(shape[1]), int(shape[2]), device, named, hop)
-
-    def _probed(self, links: Path, rate: Figure, hop: Figure) -> tuple[Figure, Figure]:
-        try:
-            pairs = Links.load(links).pairs
-        except ValueError as error:
-            remedy = "make it: ds-ckpt probe --output FILE"
-            self.wrong(str(links), "no links", str(error), remedy)
-            return Figure(rate.what, 1.0, ""), hop
-        slowest = min(min(p.both_forward_bytes_per_s, p.both_backward_bytes_per_s) for p in pairs)
-        source = f"measured: the slowest pair in {links.name}, both sending"
-        far = max(p.latency_s for p in pairs)
-        away = f"measured: the farthest pair in {links.name}"
-        return Figure(rate.what, 8 * slowest, source), Figure(hop.what, far, away)
+        far = Figure("rate of a node's link", per_s, "named in the text")
+        network = self.groups.get("links", {}).get("between nodes", {})
+        hop_s, source = network.get("latency_s", 0.0), network.get("latency_s_source", "")
+        if latency:
+            hop_s, source = float(latency) * _UNITS[1][latency_unit.lower()], "named in the text"
+        hop = Figure("latency of a node's link", hop_s, source)
+        if links is not None:
+            try:
+                pairs = Links.load(links).pairs
+            except ValueError as error:
+                remedy = "make it: ds-ckpt probe --output FILE"
+                self.wrong(str(links), "no links", str(error), remedy)
+            else:
+                source = f"measured: the slowest pair in {links.name}"
+                far = Figure(far.what, 8 * min(p.both_bytes_per_s for p in pairs), source)
+                hop = Figure(hop.what, max(p.latency_s for p in pairs), source)
+        device = self.entry("accelerators", name.strip(), needed)
+        return Cluster(text, int(nodes), int(local), device, far, hop)
 
     def done(self, headline: str = "this names no cluster") -> None:
         """Raise ConfigError with all collected problems."""
@@ -179,3 +161,7 @@ class Hardware:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

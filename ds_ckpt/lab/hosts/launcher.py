@@ -30,7 +30,6 @@ import psutil
 from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.lab.hosts.backends import SSH_S, Backend, Prepared
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
-from ds_ckpt.lab.hosts.sets import HostsError
 
 LOG = "launch.log"
 CHECK_LIMIT_S = 2 * SSH_S + 5
@@ -40,17 +39,17 @@ _LOG_LINES = 40
 _POLL_S = 0.2
 _END_S = 8.0
 _EXAMINE = """
-import importlib.util, json, socket, sys
+import importlib.util, socket, sys
 missing = [m for m in sys.argv[2].split(",") if importlib.util.find_spec(m) is None]
-taken = ""
+if missing:
+    sys.exit("no module " + ", ".join(missing))
 if int(sys.argv[1]):
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(sys.argv[1])))
         except OSError as error:
-            taken = str(error)
-print("ds_ckpt-host", json.dumps({"missing": missing, "taken": taken}))
+            sys.exit(f"port {sys.argv[1]} is taken ({error}); name another: --port")
 """
 
 
@@ -71,9 +70,20 @@ def check_hosts(hosts: Backend) -> None:
 
     Raises HostError with every problem.
     """
+
+    def examine(name: str) -> Problem | None:
+        port = hosts.port if name == hosts.names[0] else 0
+        argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES)]
+        code, output = _try(hosts, name, argv)
+        if code == 255:
+            remedy = f"make `ssh {name} true` work without a password from the first host"
+            return Problem(name, output, "processes are started over ssh", remedy)
+        why = f"every host needs {sys.executable}, its modules, and rank 0 a free port"
+        remedy = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
+        return Problem(name, output, why, remedy) if code else None
+
     with ThreadPoolExecutor(len(hosts.names)) as pool:
-        found = list(pool.map(lambda name: _examine(hosts, name), hosts.names))
-    problems = [problem for host in found for problem in host]
+        problems = [found for found in pool.map(examine, hosts.names) if found]
     if problems:
         raise HostError(problems)
 
@@ -84,62 +94,26 @@ def unreachable(hosts: Backend) -> list[Problem]:
     # all others are reached through the first one
     asked = gone if gone and gone[0] == hosts.names[0] else hosts.names
 
-    def failure(name: str) -> str | None:
-        return "the host has ended" if name in gone else _try(hosts, name, ["true"])[0]
+    def ask(name: str) -> Problem | None:
+        code, output = (255, "the host has ended") if name in gone else _try(hosts, name, ["true"])
+        why = "the host dropped out of the network, or its link is down"
+        remedy = "check the machine and its link; then repeat the command, which continues the run"
+        return Problem(name, f"no answer: {output}", why, remedy) if code == 255 else None
 
     with ThreadPoolExecutor(len(asked)) as pool:
-        failures = list(pool.map(failure, asked))
-    return [
-        Problem(
-            where=name,
-            found=f"no answer: {text}",
-            why="the host dropped out of the network, or its link is down",
-            remedy="check the machine and its link; then repeat the command, which continues the "
-            "run",
-        )
-        for name, text in zip(asked, failures, strict=True)
-        if text is not None
-    ]
+        return [found for found in pool.map(ask, asked) if found]
 
 
-def _try(
-    hosts: Backend, name: str, argv: Sequence[str]
-) -> tuple[str | None, subprocess.CompletedProcess[str]]:
-    """Return why a host does not answer, or None; and the command's result."""
+def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:
+    """Return a command's exit code, 255 without an answer, and its output."""
     try:
         result = hosts.on(name, argv)
     except subprocess.TimeoutExpired:
-        result = subprocess.CompletedProcess(argv, 255, "", f"nothing for {SSH_S:.0f} s")
+        return 255, f"no answer to ssh for {SSH_S:.0f} s"
     except FileNotFoundError as error:
-        result = subprocess.CompletedProcess(argv, 255, "", f"no {error.filename} on this machine")
-    failed = result.returncode == 255
-    return (result.stderr.strip() or "ssh failed") if failed else None, result
-
-
-def _examine(hosts: Backend, name: str) -> list[Problem]:
-    port = hosts.port if name == hosts.names[0] else 0
-    argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES)]
-    failure, result = _try(hosts, name, argv)
-    if failure is not None:
-        found, why = f"no answer to ssh: {failure}", "deepspeed starts the processes over ssh"
-        remedy = f"make `ssh {name} true` work without a password from the first host"
-        return [Problem(name, found, why, remedy)]
-    lines = [line for line in result.stdout.splitlines() if line.startswith("ds_ckpt-host ")]
-    if result.returncode or not lines:
-        output = (result.stderr or result.stdout).strip()
-        why = "every host runs the same Python at the same path"
-        remedy = "install this environment there, at this path"
-        return [Problem(name, f"{sys.executable} fails there: {output}", why, remedy)]
-    problems = []
-    seen = json.loads(lines[0].partition(" ")[2])
-    if seen["missing"]:
-        why = f"the launched processes import it, with {sys.executable}"
-        remedy = "install it there: pip install 'ds_ckpt[hf]' in that environment"
-        problems.append(Problem(name, f"no module {', '.join(seen['missing'])}", why, remedy))
-    if seen["taken"]:
-        why, remedy = "rank 0 listens on it", "end what listens on it, or name another: --port"
-        problems.append(Problem(name, f"port {port} is taken ({seen['taken']})", why, remedy))
-    return problems
+        return 255, f"no {error.filename} on this machine"
+    output = (result.stderr or result.stdout).strip()
+    return result.returncode, f"ssh: {output}" if result.returncode == 255 else output
 
 
 def launch(
@@ -151,7 +125,6 @@ def launch(
     stall_s: float = 180.0,
     limit_s: float = math.inf,
     on_event: Callable[[dict[str, Any]], object] = lambda event: None,
-    if_silent: str = "",
 ) -> None:
     """Run `module` on all hosts of a backend, until it ends.
 
@@ -163,7 +136,6 @@ def launch(
         stall_s: limit without progress; longer than the longest step.
         limit_s: limit of the whole launch.
         on_event: receives what rank 0 passes to `Heartbeat.beat`, also before a failure.
-        if_silent: another remedy for a silence, for the error.
 
     Raises:
         HostError: a host no longer answers.
@@ -171,35 +143,23 @@ def launch(
     """
     folder = folder.absolute()
     (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-
-    def on_request(request: dict[str, Any]) -> None:
-        backend.set_rate(request["rate_mbit"])
-
-    listener = Listener(folder, stall_s=stall_s, on_event=on_event, on_request=on_request)
+    listener = Listener(folder, stall_s=stall_s)
 
     def poll() -> None:
-        listener.poll()
-        overdue_s = listener.overdue_s()
-        if overdue_s is not None:
-            raise LaunchError(
-                Problem(
-                    where=", ".join(backend.names),
-                    found=f"no progress for {overdue_s:.0f} s, and all hosts answer; "
-                    f"the log ends with\n{log_tail(folder / LOG)}",
-                    why="a process hangs, or a step or the start takes longer",
-                    remedy=f"read {folder / LOG} and check the machine's load; then repeat the "
-                    f"command, which continues the run{if_silent}",
-                )
-            )
+        for event in listener.poll():
+            on_event(event)
+        if (overdue_s := listener.overdue_s()) is not None:
+            found = f"no progress for {overdue_s:.0f} s, and all hosts answer"
+            remedy = "check the machine's load, or raise --stall-s above the longest step"
+            raise _failed(found, remedy, ", ".join(backend.names), folder / LOG)
 
     arguments = [f"--folder={folder}", f"--token={listener.launch}", f"--stall-s={stall_s}"]
-    arguments.append(f"--port={backend.port}")  # mpirun does not pass on deepspeed's --master_port
     with signals_as_exit():
         try:
-            argv = ["--module", module, *arguments]
-            deepspeed(backend, argv, folder, limit_s=limit_s, poll=poll)
+            deepspeed(backend, ["--module", module, *arguments], folder, limit_s=limit_s, poll=poll)
         finally:
-            listener.poll(answer=False)  # the last events; nobody waits for an answer any more
+            for event in listener.poll():  # the last ones
+                on_event(event)
             listener.end()
 
 
@@ -236,7 +196,7 @@ def run(
     It gets a session of its own, all of which is killed at the end. If it fails, hangs, or `poll`
     raises, the backend's hosts are checked.
     """
-    log = folder / LOG
+    log, where = folder / LOG, " ".join(prepared.command)
     with log.open("wb") as sink:
         process = subprocess.Popen(
             prepared.command,
@@ -252,14 +212,14 @@ def run(
             while process.poll() is None:
                 if time.monotonic() > limit:
                     found = f"it took longer than its limit of {limit_s:g} s"
-                    raise _failed(found, "raise the limit, or end what hangs", prepared, log)
+                    raise _failed(found, "raise the limit, or end what hangs", where, log)
                 poll()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
             if process.returncode:
                 found = f"exit code {process.returncode}"
-                raise _failed(found, "fix the cause of the last error", prepared, log)
-        except (LaunchError, HostsError) as error:
+                raise _failed(found, "fix the cause of the last error", where, log)
+        except LaunchError as error:
             if backend is not None and (problems := unreachable(backend)):
                 raise HostError(problems, headline="a host has dropped out") from error
             raise
@@ -268,15 +228,9 @@ def run(
     return log.read_text(errors="replace")
 
 
-def run_in_foreground(prepared: Prepared, *, limit_s: float | None = None) -> int:
-    """Run a prepared command on this terminal; return its exit code, or 124 after `limit_s`."""
-    with subprocess.Popen(prepared.command, env=prepared.environment) as process:
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return 124
-        finally:
-            process.kill()
+def run_in_foreground(prepared: Prepared) -> int:
+    """Run a prepared command on this terminal; return its exit code."""
+    return subprocess.run(prepared.command, env=prepared.environment, check=False).returncode
 
 
 def log_tail(log: Path) -> str:
@@ -284,10 +238,7 @@ def log_tail(log: Path) -> str:
 
     Processes fail one after the other: the first traceback is the cause.
     """
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "    (no log)"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     found = lines[-_LOG_LINES:]
     starts = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if starts:
@@ -297,35 +248,22 @@ def log_tail(log: Path) -> str:
     return "\n".join(f"    {line}" for line in found)
 
 
-def locks(environment: Mapping[str, str]) -> set[Path]:
-    """Return the lock files of running or interrupted builds of DeepSpeed's CPU operator.
+@contextlib.contextmanager
+def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
+    """Remove the lock of an interrupted build of DeepSpeed's CPU operator if the block fails.
 
     `deepspeed.comm` builds `deepspeed_shm_comm` at the first start on a machine without GPUs, which
     no setting disables. torch waits for the lock without a limit.
     """
     named = environment.get("TORCH_EXTENSIONS_DIR")
     compiled = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
-    return set(compiled.glob("**/deepspeed_shm_comm/lock"))
-
-
-@contextlib.contextmanager
-def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
-    """Remove the lock if the block fails while building. Its processes must have ended.
-
-    A lock that another program took meanwhile stays: torch keeps the file open while it builds.
-    """
-    before = locks(environment)
+    pattern = "**/deepspeed_shm_comm/lock"
+    before = set(compiled.glob(pattern))
     try:
         yield
     except BaseException:
-        left = locks(environment) - before
-        opened: set[str] = set()
-        for process in psutil.process_iter() if left else ():
-            with contextlib.suppress(psutil.Error):
-                opened |= {file.path for file in process.open_files()}
-        for lock in left:
-            if str(lock.resolve()) not in opened:
-                lock.unlink(missing_ok=True)
+        for lock in set(compiled.glob(pattern)) - before:
+            lock.unlink(missing_ok=True)
         raise
 
 
@@ -348,10 +286,9 @@ def signals_as_exit() -> Iterator[None]:
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup
-        with contextlib.suppress(ValueError):  # not in the main thread
-            before[number] = signal.signal(number, leave)
+        if signal.getsignal(number) != signal.SIG_IGN:  # else nohup
+            with contextlib.suppress(ValueError):  # not in the main thread
+                before[number] = signal.signal(number, leave)
     try:
         yield
     finally:
@@ -359,15 +296,10 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failed(found: str, remedy: str, prepared: Prepared, log: Path) -> LaunchError:
-    return LaunchError(
-        Problem(
-            where=" ".join(prepared.command),
-            found=f"{found}; its log ends with\n{log_tail(log)}",
-            why="one of the processes failed or hangs",
-            remedy=f"{remedy}; the full log is {log}",
-        )
-    )
+def _failed(found: str, remedy: str, where: str, log: Path) -> LaunchError:
+    found = f"{found}; its log ends with\n{log_tail(log)}"
+    remedy = f"{remedy}; the full log is {log}"
+    return LaunchError(Problem(where, found, "one of the processes failed or hangs", remedy))
 
 
 def _kill(process: subprocess.Popen[bytes], backend: Backend | None) -> None:

@@ -7,7 +7,6 @@ written to its end is dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -40,9 +39,10 @@ class Trial(_Record):
 
     Attributes:
         purpose_bytes: payload counted at the collectives, summed over the processes.
+        far_bytes: the part of it that is sent to other nodes.
         link_bytes: sent by each node's interface to other nodes.
         interface_bytes: sent by all interfaces, loopback included.
-        figures: other registered figures, by name.
+        stored_weight_bytes: weights that a process stores beside the gathered ones; the largest.
     """
 
     by = ("kind", "configuration", "rate_mbit", "repetition")
@@ -52,23 +52,18 @@ class Trial(_Record):
     repetition: int
     steps: tuple[StepTime, ...]
     purpose_bytes: dict[str, float]
+    far_bytes: dict[str, float]
     link_bytes: tuple[float, ...]
     interface_bytes: float
-    figures: dict[str, float] = {}
+    stored_weight_bytes: float
 
 
 class Memory(_Record):
-    """Activations of one policy, of the process with the highest use.
-
-    Attributes:
-        held_bytes: saved by autograd between forward and backward.
-        peak_bytes: highest total of activations, recomputation included.
-    """
+    """Highest total of a policy's activations, of the process with the highest use."""
 
     by = ("kind", "policy")
     kind: Literal["memory"] = "memory"
     policy: str
-    held_bytes: int
     peak_bytes: int
 
 
@@ -79,17 +74,14 @@ class Loss(_Record):
         start_step: first compressed step.
         heldout_loss: natural logarithm, per byte of text.
         train_losses: mean over the processes, before each step's update.
-        weights_sha256: digest of all processes' weights after the last step.
     """
 
     by = ("kind", "configuration")
     kind: Literal["loss"] = "loss"
     configuration: str
-    steps: int
     start_step: int
     heldout_loss: float
     train_losses: tuple[float, ...]
-    weights_sha256: str
 
 
 class Model(_Record):
@@ -98,7 +90,6 @@ class Model(_Record):
     kind: Literal["model"] = "model"
     parameters: int
     text: str
-    heldout_bytes: int
     corpus_sha256: str
 
 
@@ -117,22 +108,16 @@ class Store:
 
         Raises StateError if a line that is not the last is no record.
         """
-        if not self.path.exists():
-            return []
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         found: dict[tuple[object, ...], Sample] = {}
-        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
+        for number, line in enumerate(lines, 1):
             try:
                 sample = _LINE.validate_json(line)
             except ValidationError as error:
-                raise StateError(
-                    Problem(
-                        where=f"{self.path}, line {number}",
-                        found=line[:60].decode(errors="replace"),
-                        why=error.errors()[0]["msg"],
-                        remedy="remove that line; its measurement is repeated",
-                    ),
-                    headline="not a record of a measurement",
-                ) from error
+                where, begins = f"{self.path}, line {number}", line[:60].decode(errors="replace")
+                remedy = "remove that line; its measurement is repeated"
+                problem = Problem(where, begins, error.errors()[0]["msg"], remedy)
+                raise StateError(problem, headline="not a record of a measurement") from error
             found[sample.key] = sample
         return list(found.values())
 
@@ -141,7 +126,7 @@ class Store:
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
-    def append(self, samples: Sequence[Sample]) -> None:
+    def append(self, *samples: Sample) -> None:
         """Append records."""
         with self.path.open("a", encoding="utf-8") as sink:
             sink.writelines(sample.model_dump_json() + "\n" for sample in samples)

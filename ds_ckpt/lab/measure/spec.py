@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -98,8 +98,7 @@ class Spec:
         repetitions: trials of each configuration at each rate.
         steps: timed steps per trial, after `drop` steps that are not timed.
         shape: arguments of `ds_ckpt.lab.workload.llama`.
-        model: as in `ds-ckpt profile`, in place of that Llama.
-        folder: import path of a `module:callable` model.
+        model: a Hugging Face model as in `ds-ckpt profile`, in place of that Llama.
     """
 
     where: Where = "emulated"
@@ -124,12 +123,6 @@ class Spec:
     shape: dict[str, int] = field(default_factory=dict)
     text: str | None = None
     model: str | None = None
-    folder: str = ""
-
-    @property
-    def has_own_batch(self) -> bool:
-        """True if the model comes with its batch, which is then the same in every step."""
-        return self.model is not None and ":" in self.model and not Path(self.model).exists()
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -139,6 +132,12 @@ class Spec:
         exchanges = [(method, where) for where in weights for method in methods]
         exchanges += [(STOCK, baseline) for baseline in self.baselines]
         return [Configuration(policy, *one) for policy in self.policies for one in exchanges]
+
+    @property
+    def compared(self) -> list[Configuration]:
+        """Configurations that are compared with `dense`."""
+        others = [c for c in self.configurations if c.policy != "none" and c.method != NO_COMM]
+        return [one for one in others if one.exchange not in (STOCK, DENSE)]
 
     @property
     def processes(self) -> int:
@@ -173,13 +172,18 @@ class Spec:
         if unknown := sorted(content.keys() ^ {one.name for one in fields(cls)}):
             why = "another version of ds_ckpt began this run"
             remedy = "continue with that version, or name a new folder"
-            raise StateError(
-                Problem(str(path), f"settings {', '.join(unknown)}", why, remedy),
-                headline="this run cannot be read",
-            )
-        for name, value in content.items():
-            content[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**content)
+            problem = Problem(str(path), f"settings {', '.join(unknown)}", why, remedy)
+            raise StateError(problem, headline="this run cannot be read")
+        return cls.of(content)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Spec:
+        """Return the settings that `asdict` turned into JSON."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in content.items()
+        }
+        return cls(**values)
 
 
 def link(rate_mbit: float | None) -> str:
@@ -200,15 +204,15 @@ def check(spec: Spec) -> None:
         ("--weights", spec.weights, WEIGHTS, "weights"),
         ("--baselines", spec.baselines, BASELINES, ""),
     ):
-        if unknown := [n for n in names if n not in known and f"{axis}/{n}" not in spec.sections]:
+        unknown = [n for n in names if n not in known and f"{axis}/{n}" not in spec.sections]
+        if unknown or len(set(names)) < len(names):
             also = " and names of DeepSpeed JSON files" if axis else ""
-            why = f"known are {', '.join(known)}{also}"
-            wrong(option, ", ".join(unknown), why, "name one of those")
-        if len(set(names)) < len(names):
-            wrong(option, ", ".join(names), "a configuration is measured once", "name each once")
+            remedy = f"name each once, of {', '.join(known)}{also}"
+            wrong(option, ", ".join(unknown or names), "it is unknown, or named twice", remedy)
     if "none" not in spec.policies:
         why = "the cost of recomputation is measured against no checkpointing"
         wrong("--policies", ", ".join(spec.policies), why, "add none")
+    layout = f"{spec.hosts} nodes x {spec.slots} ranks"
     resident = [name for name in spec.weights if name != STOCK]
     if resident and spec.hosts < 2:
         why = "on one node no weight is sent between nodes"
@@ -218,38 +222,22 @@ def check(spec: Spec) -> None:
         why = "lossless changes need 16-bit weights, and this run is in fp32"
         wrong("--weights", ", ".join(lossless), why, "add --bf16, or name whole")
     if "hpz" in spec.baselines and (spec.slots < 2 or spec.hosts < 2):
-        why = "hpZ's secondary partition needs several processes on each of several nodes"
-        found = f"hpz on {spec.hosts} nodes x {spec.slots} processes"
-        wrong("--baselines", found, why, "leave it out, or use 2 nodes and --slots 2 or more")
+        why = "hpZ's secondary partition needs several ranks on each of several nodes"
+        wrong("--baselines", f"hpz on {layout}", why, "leave it out, or use --slots 2 or more")
     if spec.where != "emulated" and spec.rates != (None,):
         why = "only the links of emulated nodes can be given a rate"
         wrong("--rates", ", ".join(map(link, spec.rates)), why, "leave it out")
     if spec.processes < 2:
-        why = "a single process exchanges nothing"
-        wrong("--hosts, --slots", "1 process", why, "use at least 2")
-    if spec.model is not None and spec.shape:
-        shape = ", ".join(f"{name}={value}" for name, value in spec.shape.items())
-        why = f"it describes the built-in Llama, not {spec.model}"
-        wrong("--shape", shape, why, "leave it out")
-    if spec.has_own_batch and (spec.loss_steps or spec.text):
-        found = f"{spec.loss_steps} steps" + (f" on {spec.text}" if spec.text else "")
-        why = f"{spec.model} has its own batch and no held-out text"
-        wrong("--loss-steps, --text", found, why, "write --loss-steps 0, and leave --text out")
-    for option, value, least in (
-        ("--tokens", spec.tokens, 1 if spec.has_own_batch else 2),
-        ("--batch", spec.batch, 1),
-        ("--accumulation", spec.accumulation, 1),
-        ("--shape", min(spec.shape.values(), default=1), 1),
-    ):
-        if value < least:
-            wrong(option, value, "the number is too small", f"write {least} or more")
-    width, heads = (spec.shape.get(name, SHAPE[name]) for name in ("hidden_size", "heads"))
-    if heads > 0 and width % (2 * heads):
-        why = f"{width} is not {heads} heads of an even width, which rotary positions need"
-        remedy = f"write a hidden_size that is a multiple of {2 * heads}, or other heads"
-        wrong("--shape", f"hidden_size={width}, heads={heads}", why, remedy)
+        wrong("--hosts, --slots", layout, "a single process exchanges nothing", "use at least 2")
+    if spec.model is not None and (spec.shape or _is_callable(spec.model)):
+        why = "measure trains Hugging Face models on text, and --shape is the built-in Llama's"
+        wrong("--model, --shape", spec.model, why, "name a configuration, without --shape")
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")
+
+
+def _is_callable(model: str) -> bool:
+    return ":" in model and not Path(model).exists()
 
 
 def deepspeed_config(
@@ -258,7 +246,6 @@ def deepspeed_config(
     *,
     parameters: int,
     start_step: int = 0,
-    total_steps: int = 1000,
 ) -> dict[str, Any]:
     """Return the DeepSpeed file, with ZeRO-3 set as for a model larger than memory.
 
@@ -299,16 +286,7 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True},
-        },
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": total_steps,
-                "warmup_num_steps": max(2, total_steps // 10),
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.05,
-            },
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True},
         },
         "ds_ckpt": {
             "telemetry": {"enabled": True, "every_n_steps": 1_000_000},

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from ds_ckpt.errors import Problem, UnsupportedError
 
-SUFFIXES = (".png", ".svg")
 _MARKS = "osD^vPX*<>phd"
 _DASHES = ("-", "--", "-.", ":")
 _COLOURS = ("#000000", "#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#666666")
@@ -87,8 +86,8 @@ class Rows:
         axes.invert_yaxis()
         axes.set_xlabel(self.x)
         if any(band.label for band in self.bands):
-            above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
-            _legend(axes, ncols=4, **above)
+            above = {"loc": "lower left", "bbox_to_anchor": (-0.15, 1.0)}
+            axes.legend(frameon=False, fontsize=8, ncols=4, **above)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Lines:
             axes.set(**{f"{axis}scale": "log"})
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
-        _legend(axes, ncols=2)
+        axes.legend(frameon=False, fontsize=8, ncols=2)
 
 
 Panel = Rows | Lines
@@ -161,44 +160,30 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
-    """Write a .png or .svg file; UnsupportedError as in `check_file`."""
-    check_file(path)
-    _write(panels, path, path.suffix.lower()[1:])
-
-
-def check_file(path: Path) -> None:
-    """Raise UnsupportedError for another suffix, or without matplotlib."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UnsupportedError(
-            Problem(
-                where="--plot",
-                found=f'"{path.name}"',
-                why="the suffix decides the format",
-                remedy="end the name in .png or .svg",
-            ),
-            headline="the plot cannot be drawn",
-        )
-    _matplotlib()
+    """Write a .png or .svg file; UnsupportedError for another suffix, or without matplotlib."""
+    kind = path.suffix.lower()[1:]
+    if kind not in ("png", "svg"):
+        problem = Problem("plot", path.name, "the suffix decides the format", "use .png or .svg")
+        raise UnsupportedError(problem, headline="the plot cannot be drawn")
+    _write(panels, path, kind)
 
 
 def missing(package: str) -> UnsupportedError:
     """Return the error for a missing package of the `report` extra."""
-    return UnsupportedError(
-        Problem(
-            where=package,
-            found="not installed",
-            why="reports and plots need it",
-            remedy="install the extra: pip install 'ds_ckpt[report]'",
-        ),
-        headline="the report cannot be written",
-    )
+    remedy = "install the extra: pip install 'ds_ckpt[report]'"
+    problem = Problem(package, "not installed", "reports and plots need it", remedy)
+    return UnsupportedError(problem, headline="the report cannot be written")
 
 
 def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
-    matplotlib, figure_class = _matplotlib()
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing("matplotlib") from error
     heights = [panel.inches for panel in panels]
     # pyplot would need a display
-    figure = figure_class(figsize=(8.2, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(8.2, sum(heights)), layout="constrained")
     grid = {"height_ratios": heights}
     all_axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw=grid)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
@@ -211,16 +196,3 @@ def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
 
 def _fill(place: int) -> dict[str, str]:
     return {"facecolor": _FILLS[place % 8], "hatch": _HATCHES[place % 8], "edgecolor": "#333333"}
-
-
-def _legend(axes: Any, **place: Any) -> None:
-    axes.legend(frameon=False, fontsize=8, **place)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing("matplotlib") from error
-    return matplotlib, Figure

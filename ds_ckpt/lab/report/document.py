@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from ds_ckpt.lab.report.charts import Panel, missing, svg
-
-_NAME = 20
-"""Longest name in a first column that is not folded, in characters."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +35,24 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Heading(Block):
-    """Heading within a section."""
-
-    kind = "heading"
-    text: str
-
-    def markdown(self) -> Iterator[str]:
-        """Yield the heading."""
-        yield f"### {self.text}"
-
-
-@dataclass(frozen=True)
 class Paragraph(Block):
     """Running text."""
 
     kind = "paragraph"
+    mark: ClassVar[str] = ""
     text: str
 
     def markdown(self) -> Iterator[str]:
         """Yield the text."""
-        yield self.text
+        yield f"{self.mark}{self.text}"
+
+
+@dataclass(frozen=True)
+class Heading(Paragraph):
+    """Heading within a section."""
+
+    kind = "heading"
+    mark = "### "
 
 
 @dataclass(frozen=True)
@@ -71,18 +65,6 @@ class Items(Block):
     def markdown(self) -> Iterator[str]:
         """Yield the bullets."""
         yield from (f"- {text}" for text in self.texts)
-
-
-@dataclass(frozen=True)
-class Terms(Block):
-    """Terms with their definitions."""
-
-    kind = "terms"
-    pairs: Sequence[tuple[str, str]]
-
-    def markdown(self) -> Iterator[str]:
-        """Yield the definitions."""
-        yield from (f"- **{name}**: {text}" for name, text in self.pairs)
 
 
 @dataclass(frozen=True)
@@ -106,7 +88,7 @@ class Table(Block):
     """Heads and rows of text.
 
     Attributes:
-        prose: cells have words, which are not broken; else numbers.
+        prose: cells have words; else numbers, which are aligned to the right.
         meanings: explanations under the page's heads.
         tones: of the second cell of each row: "good", "bad" or "".
         page_only: heads of columns that a terminal leaves out.
@@ -127,39 +109,16 @@ class Table(Block):
         yield from (f"| {' | '.join(row)} |" for row in self.rows)
 
     def terminal(self) -> Iterator[RenderableType]:
-        """Yield the table itself, which depends on the terminal's width."""
-        yield self
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
-        columns = [[self.heads[i], *(row[i] for row in self.rows)] for i in shown]
-        longest = [max(len(w) for cell in one for w in [*cell.split(), ""]) for one in columns]
-        if self.prose and sum(longest) + 3 * len(columns) > options.max_width:
-            yield from self._stacked(columns)
-            return
+        """Yield the table; cells are folded where the terminal is narrow."""
         found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for place, (column, least) in enumerate(zip(columns, longest, strict=True)):
-            if self.prose:
-                found.add_column(Text(column[0]), min_width=least)
-                continue
-            short = place == 0 and all(len(cell) <= _NAME for cell in column[1:])
-            justify: Literal["left", "right"] = "right" if place else "left"
-            head = Text(column[0].replace(", ", "\n"))
-            found.add_column(head, justify=justify, overflow="fold", no_wrap=short)
-        for row in list(zip(*columns, strict=True))[1:]:
-            found.add_row(*map(Text, row))
+        shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
+        for place in shown:
+            head = Text(self.heads[place].replace(", ", "\n"))
+            numbers = place > 0 and not self.prose
+            found.add_column(head, justify="right" if numbers else "left", overflow="fold")
+        for row in self.rows:
+            found.add_row(*(Text(row[place]) for place in shown))
         yield found
-
-    def _stacked(self, columns: Sequence[Sequence[str]]) -> Iterator[RenderableType]:
-        """Yield the rows below each other, each cell beside its head."""
-        heads, *rows = zip(*columns, strict=True)
-        for name, *cells in rows:
-            yield Text(name, "bold")
-            grid = RichTable.grid(padding=(0, 2))
-            for head, cell in zip(heads[1:], cells, strict=True):
-                if cell:
-                    grid.add_row(Text(f"  {head}"), Text(cell, overflow="fold"))
-            yield grid
 
 
 @dataclass(frozen=True)
