@@ -69,7 +69,7 @@ def embedded_corpus() -> Corpus:
 def file_corpus(path: Path, option: str = "--text") -> Corpus:
     """Read a text file; topics are its paragraphs, joined to 2 kB or more.
 
-    `option` is named in errors. Raises ConfigError if the file is unreadable or too short.
+    Raises ConfigError, which names `option`, if the file is unreadable or too short.
     """
     pieces = [""]
     for paragraph in re.split(r"\n[ \t]*\n", contents(path, option)):
@@ -168,10 +168,9 @@ def training_batch(
     step: int,
     process: int,
 ) -> torch.Tensor:
-    """Draw random windows, a function of (seed, step, process) alone.
+    """Draw random windows: int64 [sequences, sequence_length], on the CPU.
 
-    Returns token ids of shape (sequences, sequence_length), int64, on the CPU. Raises ConfigError
-    if the text is too short.
+    They depend on (seed, step, process) alone. Raises ConfigError if the text is too short.
     """
     tokens = _tokens(text, sequence_length)
     # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.

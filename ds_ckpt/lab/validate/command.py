@@ -43,11 +43,8 @@ def run(
 ) -> int:
     """Train, judge, write results into `output` and return the exit code.
 
-    Arguments are options of the command, `sizes` those that are fields of `TaskSpec`; None is the
-    default.
-
-    Raises:
-        DsCkptError: options, files, data or packages are unusable; finished runs are kept.
+    Arguments are options of the command; `sizes` are fields of `TaskSpec`. Raises DsCkptError if
+    options, files, data or packages are unusable; finished runs are kept.
     """
     virtual = {
         "--virtual-workers": virtual_workers,

@@ -41,8 +41,7 @@ _OPTION = "--data"
 class Text:
     """A text for language modelling: random windows to train on, fixed ones held out.
 
-    `train` and `heldout` are vectors of token ids, `length` is that of a sequence, and `sha256` the
-    digest of the corpus.
+    `train` and `heldout` are vectors of token ids; `length` is that of a sequence.
     """
 
     train: Tensor
@@ -77,10 +76,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples, drawn at random.
-
-    `train` and `heldout` are all rows, `labels` included.
-    """
+    """Labelled examples, drawn at random; `train` and `heldout` have `labels`."""
 
     train: Inputs
     heldout: Inputs

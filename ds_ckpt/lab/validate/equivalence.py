@@ -29,10 +29,7 @@ _SHIFT = 2.93
 
 @dataclass(frozen=True)
 class Interval:
-    """Student's t interval around the mean of `count` differences.
-
-    `spread` is the standard deviation of one difference.
-    """
+    """Student's t interval around the mean of differences with standard deviation `spread`."""
 
     mean: float
     low: float
@@ -46,14 +43,8 @@ def paired(
 ) -> Interval:
     """Return the interval that contains the true mean difference with the given confidence.
 
-    Args:
-        differences: two or more, finite.
-        confidence: between 0 and 1.
-        step: of the grid of the differences; 0 without one. Accuracies are counts: two equal
-            differences would have no spread, so the spread is at least half a step.
-
-    Raises:
-        ValueError: an argument is out of range.
+    Accuracies are counts: equal differences would have no spread, so it is at least half a `step`
+    of their grid. Raises ValueError without two finite differences or with confidence outside (0, 1).
     """
     count = len(differences)
     if count < 2 or not all(map(math.isfinite, differences)) or not 0 < confidence < 1:
@@ -72,15 +63,7 @@ def judge(
     `equivalent`: within the margin on both sides; a configuration whose true difference is the
     margin passes in at most a share ALPHA of all trials. `worse`, `better`: by more than the
     margin, wrong in at most a share ALPHA. `inconclusive`: none of these. A difference that is not
-    finite (a run that diverged) is worse.
-
-    Args:
-        differences: one for each seed.
-        margin: above 0.
-        step: see `paired`.
-
-    Returns:
-        The verdict, and the interval of confidence 1 - 2 ALPHA (None without two differences).
+    finite (a run that diverged) is worse. The interval has confidence 1 - 2 ALPHA.
     """
     if not all(map(math.isfinite, differences)):
         return "worse", None
@@ -95,10 +78,7 @@ def judge(
 
 
 def more_seeds(interval: Interval, margin: float) -> int | None:
-    """Estimate the seeds to add for a verdict, if mean and spread hold.
-
-    None if MAX_SEEDS are not enough: the mean lies too near the margin.
-    """
+    """Estimate the seeds to add for a verdict, if mean and spread hold; None above MAX_SEEDS."""
     distance, needed = abs(margin - abs(interval.mean)), _SHIFT * interval.spread
     if needed > distance * math.sqrt(MAX_SEEDS):
         return None

@@ -40,10 +40,7 @@ Report = Callable[[str, int, float], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration.
-
-    `name` is the stem of the file, or "dense". `settings` are those of the exchange.
-    """
+    """One configuration: `dense`, or a file with the settings of its exchange."""
 
     name: str
     file: str
@@ -71,8 +68,7 @@ DENSE = Candidate("dense", "", PluginConfig(), DENSE_SETTINGS)
 def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candidate]:
     """Read the candidates of these files, with unique names.
 
-    Raises:
-        ConfigError: a file is invalid, or has nothing that can be judged.
+    Raises ConfigError if a file is invalid, or has nothing that can be judged.
     """
     found: list[Candidate] = []
     for path in files:

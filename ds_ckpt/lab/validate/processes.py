@@ -39,12 +39,9 @@ _STALL_S = 1200.0
 
 
 def run_processes(plan: Plan, results: Path, folder: Path, report: Report) -> None:
-    """Train all runs without a result on `plan.task.spec.world` ranks.
+    """Train all runs without a result on `plan.task.spec.world` ranks, which add to `results`.
 
-    They add to the file `results`. `folder` holds the job, the events and the log.
-
-    Raises:
-        LaunchError: the ranks failed or hung; finished runs are kept.
+    Raises LaunchError if the ranks failed or hung; finished runs are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = {

@@ -91,11 +91,7 @@ _RESULT = TypeAdapter(Result)
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """Return the results of a file by key, and cut off a last line that a kill has torn.
-
-    Raises:
-        StateError: the file has another content.
-    """
+    """Return results by key; cut off a last line that a kill has torn. Raises StateError."""
     if not path.exists():
         return {}
     complete, _, torn = path.read_bytes().rpartition(b"\n")

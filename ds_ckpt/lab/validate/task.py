@@ -107,13 +107,8 @@ def make_spec(kind: Kind, **given: Any) -> TaskSpec:
 class Task:
     """A model and its data, for one seed at a time.
 
-    Weights, data and their order are functions of the seed, so runs of one seed form pairs.
-
-    Args:
-        spec: kind and sizes.
-        data: to train on and to evaluate with.
-        build: creates the model of a seed.
-        device: of the model and its inputs.
+    Weights, data and their order are functions of the seed, so runs of one seed form pairs. `build`
+    creates the model of a seed.
 
     Attributes:
         model: trained in place by virtual workers.
@@ -153,10 +148,7 @@ class Task:
         return self._build(seed).train()
 
     def inputs(self, step: int, micro: int, worker: int) -> Inputs:
-        """Return a micro-batch of a worker and seed torch's random numbers for it.
-
-        Runs of one seed then drop out the same entries.
-        """
+        """Return a micro-batch of a worker and seed torch's random numbers, for dropout."""
         (number,) = np.random.SeedSequence([self._seed, step, micro, worker]).generate_state(1)
         torch.manual_seed(int(number))
         spec, drawn = self.spec, step * self.spec.accumulation + micro
@@ -194,9 +186,7 @@ def _digest(model: torch.nn.Module) -> str:
 def open_task(spec: TaskSpec, *, device: str = "cpu") -> Task:
     """Load the data and build the model.
 
-    Raises:
-        ConfigError: the data cannot be used.
-        UnsupportedError: transformers or the checkpoint is missing.
+    Raises ConfigError for unusable data, UnsupportedError without transformers or checkpoint.
     """
     is_text, path = spec.kind == "language", Path(spec.data or "")
     content: Text | Examples

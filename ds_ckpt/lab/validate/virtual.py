@@ -17,12 +17,7 @@ _computing = threading.Lock()
 
 
 class VirtualWorld:
-    """`world` transports that meet at a barrier.
-
-    Args:
-        world: number of virtual ranks.
-        timeout_s: longest wait of one rank for the others, after which all of them raise.
-    """
+    """`world` transports that meet at a barrier, for at most `timeout_s`."""
 
     def __init__(self, world: int, *, timeout_s: float = 300.0) -> None:
         self.world = world
@@ -33,8 +28,7 @@ class VirtualWorld:
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Call `work(rank)` in one thread per rank and return the results in rank order.
 
-        Raises:
-            Exception: the first exception that a `work` raised; the other ranks are released.
+        Raises the first exception that a `work` raised; the other ranks are released.
         """
 
         def body(rank: int) -> T:
@@ -64,12 +58,7 @@ class VirtualWorld:
 
 
 class VirtualTransport:
-    """Transport of one rank of a `VirtualWorld`.
-
-    Attributes:
-        calls: number of collectives so far.
-        sent_bytes: bytes sent to other ranks so far.
-    """
+    """Transport of one rank; it counts collectives and bytes sent to other ranks."""
 
     def __init__(self, group: VirtualWorld, dp_rank: int) -> None:
         self._group, self.world, self.dp_rank = group, group.world, dp_rank

@@ -35,8 +35,7 @@ class Recipe:
     """AdamW, a linear warm-up of the learning rate, a cosine decay, clipping by norm.
 
     Attributes:
-        steps: length of the schedule.
-        learning_rate: its maximum.
+        learning_rate: largest of the schedule.
         clip: largest norm of the averaged gradient; 0 disables clipping.
         momentum_correction: of AdamW's first moment in uncompressed steps (`zero3/momentum.py`).
         correction_start: number of steps without that correction.
@@ -76,13 +75,6 @@ class VirtualWorkers:
     """The mean of W workers' gradients, exchanged as by ZeRO-3 ranks with these settings.
 
     All gradients form one bucket. The number of buckets changes the headers, not the values.
-
-    Args:
-        settings: of the `compression` section, with one level.
-        world: number of workers.
-        names: of the parameters.
-        accumulation: micro-steps of a step.
-        embeddings: names of embedding weights that no other layer shares, see `exchange.rules`.
 
     Attributes:
         step: optimizer steps so far; the warm-up is counted in these.
@@ -178,16 +170,9 @@ class VirtualWorkers:
 
 
 class InProcessWorld:
-    """Virtual workers that train one model.
+    """Virtual workers that train one model in place.
 
-    Args:
-        model: in training mode; trained in place.
-        loss: see `Loss`; runs the model.
-        recipe: of the optimizer.
-        settings: see `VirtualWorkers`.
-        workers: number of virtual workers.
-        accumulation: micro-steps of a step.
-        sample_every: steps between two measurements of the residuals; 0 disables them.
+    The residuals are measured in every `sample_every`-th step; 0 disables it.
     """
 
     def __init__(
