@@ -40,11 +40,7 @@ Built = tuple[nn.Module, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes given on the command line; None is the model's own.
-
-    `tokens` is the sequence length, `dtype` that of parameters and floating-point inputs, and
-    `layers` the number of blocks to build, if `Subject.layers` is known.
-    """
+    """Sequence length in tokens, dtype, attention and number of blocks; None is the model's own."""
 
     tokens: int | None = None
     dtype: torch.dtype | None = None
@@ -56,10 +52,8 @@ class Sizes:
 class Subject:
     """A model that can be built repeatedly.
 
-    Attributes:
-        build: returns a model in training mode and a batch of a number of sequences.
-        sized: the batch has the given number of sequences.
-        layers: number of blocks, if all are equal; otherwise None.
+    `build` returns a model and a batch of a number of sequences; the number is ignored if the
+    subject is not `sized`. `layers` is the number of blocks if all are equal.
     """
 
     name: str
@@ -77,9 +71,8 @@ def _short(error: BaseException) -> str:
 
 
 def run_forward(model: nn.Module, batch: Any) -> Tensor:
-    """Run the forward and return a loss.
+    """Return the output's loss, or a scalar output, or the mean of the first floating-point tensor.
 
-    It is the output's loss, or a scalar output, or the mean of the first floating-point tensor.
     Raises UnsupportedError if the forward fails, or its output cannot be differentiated.
     """
     args, kwargs = arguments_of(batch)
@@ -103,11 +96,8 @@ def run_forward(model: nn.Module, batch: Any) -> Tensor:
     for leaf in tensors_in(output):
         if leaf.requires_grad:
             return leaf if leaf.dim() == 0 else leaf.float().mean()
-    raise _refused(
-        f"{kind} returns {type(output).__name__}",
-        "no tensor in it needs a gradient, so there is no backward",
-        "leave some parameters trainable, and return a loss or a tensor",
-    )
+    why, remedy = "no tensor in it needs a gradient", "return a loss or a tensor that needs one"
+    raise _refused(f"{kind} returns {type(output).__name__}", why, remedy)
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,13 +200,11 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
         _prepared(model, replace(sizes, dtype=sizes.dtype or getattr(config, "dtype", None)))
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST
         ids = _ids(batch, sizes.tokens or min(positions, _LONGEST), vocabulary)
-        if type(model).__name__.endswith("SequenceClassification"):
-            return model, {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}
-        return model, {"input_ids": ids, "labels": ids}
+        classifies = type(model).__name__.endswith("SequenceClassification")
+        return model, {"input_ids": ids, "labels": ids[:, 0] * 0 if classifies else ids}
 
-    alike = (
-        config.model_type in _UNIFORM and len(set(getattr(config, "layer_types", None) or ())) < 2
-    )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    alike = config.model_type in _UNIFORM and len(kinds) < 2
     return Subject(name, build, layers=config.num_hidden_layers if alike else None)
 
 
@@ -241,10 +229,7 @@ def _ids(batch: int, tokens: int, vocabulary: int) -> Tensor:
 
 
 def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
-    """Set training mode, attention and dtype.
-
-    Raises UnsupportedError if transformers lacks that attention for this model.
-    """
+    """Set training mode, attention and dtype. Raises UnsupportedError without that attention."""
     model.train()
     if sizes.attention:
         try:

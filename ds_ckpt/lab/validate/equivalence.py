@@ -44,7 +44,7 @@ def paired(
     """Return the interval that contains the true mean difference with the given confidence.
 
     Accuracies are counts: equal differences would have no spread, so it is at least half a `step`
-    of their grid. Raises ValueError without two finite differences or with confidence outside (0, 1).
+    of their grid. Raises ValueError without two finite differences, or with a wrong confidence.
     """
     count = len(differences)
     if count < 2 or not all(map(math.isfinite, differences)) or not 0 < confidence < 1:
