@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import ds_ckpt
-from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.pool import fresh, once
@@ -371,31 +370,6 @@ def start_error(section: dict[str, Any]) -> str:
     except ds_ckpt.DsCkptError as error:
         return str(error)
     return ""
-
-
-def told_late(section: dict[str, Any]) -> dict[str, Any]:
-    """Steps whose boundary is told after the last backward: what is said; then steps in time."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(accumulation=2, ds_ckpt=section))
-    session: Any = ds_ckpt.session_of(engine)
-    models.train(engine, "llama", 2)
-    before = models.weights_digest(engine)
-    held = {n: r.clone() for n, r in session.residuals.items()}
-    said = []
-    for late in (True, True, False):
-        for micro in range(2):
-            engine.set_gradient_accumulation_boundary(micro == 1 and not late)
-            data = models.batch("llama", 77 + micro, dist.get_rank())
-            engine.backward(models.loss_of(engine(**data)))
-        engine.set_gradient_accumulation_boundary(True)
-        try:
-            engine.step()
-        except UnsupportedError as error:
-            same = all(torch.equal(r, held[n]) for n, r in session.residuals.items())
-            said.append((str(error), same and models.weights_digest(engine) == before))
-    moved = models.weights_digest(engine) != before
-    engine.destroy()
-    return {"said": said, "moved": moved}
 
 
 def _disturbed(disturb: Callable[[Any], None], steps: int, **options: Any) -> dict[str, Any]:

@@ -227,25 +227,7 @@ def test_one_exchange_an_accumulated_step(world2: Any) -> None:
     assert 0 < max(gaps) < 0.1
 
 
-def test_a_changed_exchange_still_delivers_what_is_owed(world2: Any, tmp_path: Path) -> None:
-    """Residuals of tensors that travel whole in the resumed run go out with the next step."""
-    world2.run(cases.save_under, str(tmp_path), TOPK, "mine", 3)
-    whole = topk_section(topk={"density": 0.05}, min_numel=10**9)
-    for before, after in world2.run(cases.delivered_on_resume, str(tmp_path), whole):
-        assert before > 0
-        assert after == 0
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_that_the_program_drops_leave_nothing(world2: Any, accumulation: int) -> None:
     for process in world2.run(cases.given_up, LOSSY["quantize 4"], accumulation):
         assert process["with"] == process["without"]
-
-
-def test_a_boundary_that_is_told_too_late_is_an_error_and_changes_nothing(world2: Any) -> None:
-    for process in world2.run(cases.told_late, LOSSY["quantize 4"]):
-        assert len(process["said"]) == 2
-        for said, same in process["said"]:
-            assert "call it with True before the last backward" in said
-            assert same
-        assert process["moved"]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.distributed import cases_pool
-from tests.distributed.pool import ROOT, Pool, PoolError
+from tests.distributed.pool import Pool, PoolError
 
 
 @pytest.fixture(scope="module")
@@ -75,40 +70,8 @@ def test_a_hang_is_killed_in_time_with_its_children(pool: Pool) -> None:
     assert not any(_alive(pid) for pid in family)
 
 
-@pytest.mark.slow
-def test_workers_die_with_a_parent_that_is_killed() -> None:
-    script = (
-        "import time; from tests.distributed.pool import Pool; from tests.distributed import "
-        "cases_pool as c; p = Pool(2); p.run(c.identity, 1); "
-        "print('\\nworkers', *p.pids, flush=True); time.sleep(600)"
-    )
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        said = next(line for line in parent.stdout if line.startswith("workers"))
-        pids = [int(pid) for pid in said.split()[1:]]
-        os.kill(parent.pid, signal.SIGKILL)
-    assert len(pids) == 2
-    limit = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in pids)
-
-
 def _alive(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def test_no_shared_memory_is_left_behind(pool: Pool) -> None:
-    """DeepSpeed's CPU operator takes 69 MB a process and never gives it back by itself."""
-
-    def segments(port: int) -> list[Path]:
-        return list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-
-    pool.run(cases_pool.all_reduce, 8)
-    assert len(segments(pool.port)) == 2
-    pool.stop()
-    assert segments(pool.port) == []

@@ -7,8 +7,6 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -19,14 +17,11 @@ from ds_ckpt.compression import (
     Compressor,
     Dense,
     EntropyCoded,
-    Feedback,
     LowRank,
     Quantize,
     TopK,
 )
 from ds_ckpt.compression.storage import ResidualDtype
-from ds_ckpt.engine.gradients import Gradients
-from ds_ckpt.exchange.assignment import Assignment
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -286,17 +281,3 @@ def test_residuals_are_there_before_the_first_step(
     world.commit()
     assert not any(feedback.holds("p0") for feedback in world.feedbacks)
     assert [feedback.nbytes for feedback in world.feedbacks] == before
-
-
-def test_a_budget_counts_residuals_and_buffers() -> None:
-    gradients = cast(Any, object.__new__(Gradients))
-    feedback = Feedback(dtype="int8")
-    feedback.reserve("w", 6400, torch.device("cpu"))
-    tensors = Assignment.of(_choose("3 bits"), [("w", torch.Size([80, 80]), 2)], 2)
-    gradients.feedback, gradients.assignment = feedback, tensors
-    gradients._engine = SimpleNamespace(optimizer=SimpleNamespace(reduce_bucket_size=100))
-    buffers = 2 * tensors.sent_bytes + 2 * 4 * 6400
-    assert gradients.resident_bytes() == {
-        "residuals": feedback.nbytes,
-        "exchange buffers": buffers,
-    }

@@ -73,14 +73,6 @@ def test_weights_are_powers_of_two_near_the_fourth_root_of_the_second_moment() -
     assert off.max() - off.min() <= 1.1  # half a power of two either way
 
 
-def test_with_two_levels_a_process_weighs_the_entries_that_its_members_own() -> None:
-    metric, members = told(uneven()), layout(4, (1, 3))
-    every, some = (metric.weights("w", SHAPE, of, CPU) for of in (layout(4), members))
-    assert every is not None
-    assert some is not None
-    assert torch.equal(some, torch.cat([every[members.source(m)] for m in range(2)]))
-
-
 def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
     total = uneven()
     total[3] = 0

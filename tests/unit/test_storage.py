@@ -202,19 +202,3 @@ def test_another_dtype_loads_exactly_and_is_rounded_by_the_next_step(
     feedback.store("a", pending)
     feedback.commit()
     assert feedback.stored()["a"].values.dtype == storage.TORCH_DTYPES[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_held_are_two_buffers_and_loads_add_none(dtype: ResidualDtype) -> None:
-    numel = 6400
-    feedback = Feedback(dtype=dtype, device="cpu")
-    for _ in range(4):
-        working = feedback.accumulate("w", torch.randn(numel), 2)
-        in_work = feedback.nbytes
-        feedback.store("w", working)
-        feedback.commit()
-    feedback.rollback()
-    assert feedback.nbytes == numel * feedback.entry_bytes
-    assert in_work == feedback.nbytes + (0 if dtype == "fp32" else 4 * numel)
-    feedback.load_stored(copy.deepcopy(feedback.stored()), 3)
-    assert feedback.nbytes == numel * feedback.entry_bytes
