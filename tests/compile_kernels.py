@@ -15,8 +15,9 @@ from typing import Any
 from ds_ckpt.compression import Quantize
 from ds_ckpt.compression.fused import TILE
 
-TABLE = {"table": "*i64", "tensors": "i32"}
-ADD = {**TABLE, "rows": "i32", "factor": "fp32"}
+COUNTS = dict.fromkeys(("rows", "numel", "values_stride", "payload_stride", "stride"), "i32")
+PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
+ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
 STRIDES = dict.fromkeys(("shard_stride", "offsets_stride", "place_stride"), "i64")
 MAXIMA = {
     "values": "*fp32",
@@ -53,9 +54,9 @@ def main() -> None:
     for capability in map(int, sys.argv[1:]):
         for bits in (3, 2):
             options = Quantize.model_validate({"bits": bits})._kernel_options()
-            constants = {**options, "TILE": TILE, "TENSORS": 64}
+            constants = {**options, "TILE": TILE}
             how = {"enable_fp_fusion": False}
-            pack = (triton_kernels.pack_quantized, TABLE, constants)
+            pack = (triton_kernels.pack_quantized, PACK, constants)
             add = (triton_kernels.unpack_add_quantized, ADD, constants)
             for name, kernel in (("pack", pack), ("unpack_add", add)):
                 key = f"{name}, {bits} bits, sm_{capability}"

@@ -88,16 +88,6 @@ class Codec(Compressor):
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add `decoded * scale` of each payload [rows, bytes] to `into` (fp32 [n]) in place."""
 
-    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Apply `pack_rows` to the (values, out) of each tensor of a bucket."""
-        for values, out in shards:
-            self.pack_rows(values, out)
-
-    def unpack_add_all(self, shards: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
-        """Apply `unpack_add_rows` to the (payloads, into) of each tensor of a bucket."""
-        for payloads, into in shards:
-            self.unpack_add_rows(payloads, into, scale)
-
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the size of the whole tensor's payload."""
         return self.packed_bytes(shape.numel())

@@ -1,18 +1,13 @@
-"""Fused Triton kernels over all tensors of a bucket: their arguments and when they are used.
+"""Fused Triton kernels over the shards of a tensor, and when they are used.
 
-Operator by operator, packing a bucket reads and writes each entry many times, and launches kernels
-tensor by tensor. On CUDA devices with Triton one kernel of `triton_kernels` packs all tensors of a
-bucket and another adds what arrived, whatever the number of tensors and ranks. The operators of
-each codec run elsewhere, and the kernels are tested against them.
-
-A tensor is described by addresses, one row of a table that is copied to the device ahead of the
-kernel: nothing is gathered into one buffer, and the host waits for nothing.
+Operator by operator, packing a tensor reads and writes each entry many times. On CUDA devices with
+Triton one kernel of `triton_kernels` packs its shards, one a row, and another adds what arrived.
+The operators of each codec run elsewhere, and the kernels are tested against them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +18,8 @@ from torch import Tensor
 log = logging.getLogger("ds_ckpt")
 TILE = 1024
 """Entries of one program: a multiple of four blocks of any length."""
+# without fusion a product and a sum stay two roundings, as they are in the operators
+_OPTIONS = {"TILE": TILE, "enable_fp_fusion": False}
 
 
 @cache
@@ -46,46 +43,34 @@ def is_supported(device: torch.device) -> bool:
     return True
 
 
-def pack_quantized(shards: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any]) -> None:
-    """Quantize values, fp32 [rows, n], to payloads, uint8 [rows, bytes]; leave the residual.
+def pack_quantized(values: Tensor, out: Tensor, options: dict[str, Any]) -> None:
+    """Quantize fp32 [rows, n] to uint8 [rows, bytes], entries of a row contiguous.
 
     For 8, 4 and 3 bits this writes the bits that the operators of `Quantize` write. For 2 bits sums
     over a block are taken in another order, so a scale may be one bf16 unit off, and with it the
-    code of an entry on a border.
-
-    Args:
-        shards: (values, payloads), entries of a row contiguous.
-        options: constants of the kernel.
+    code of an entry on a border. `options` are constants of the kernel.
     """
     from ds_ckpt.compression import triton_kernels
 
-    rows = [
-        [*values.shape, values.stride(0), values.data_ptr(), out.stride(0), out.data_ptr()]
-        for values, out in shards
-        if values.numel()
-    ]
-    _launch(triton_kernels.pack_quantized, rows, shards, (), options)
+    rows, numel = values.shape
+    if values.numel():
+        triton_kernels.pack_quantized[(-(-numel // TILE), rows)](
+            *(values, out, numel, values.stride(0), out.stride(0)), **options, **_OPTIONS
+        )
 
 
 def unpack_add_quantized(
-    shards: Sequence[tuple[Tensor, Tensor]], scale: float, options: dict[str, Any]
+    payloads: Tensor, into: Tensor, scale: float, options: dict[str, Any]
 ) -> None:
-    """Add `decoded * scale` of each row of payloads to fp32 [n], row after row.
-
-    Args:
-        shards: (payloads, into); all with the same number of payloads.
-        scale: factor.
-        options: constants of the kernel.
-    """
+    """Add `decoded * scale` of each row of payloads to fp32 [n], row after row."""
     from ds_ckpt.compression import triton_kernels
 
-    rows = [
-        [1, into.numel(), payloads.stride(0), payloads.data_ptr(), into.data_ptr()]
-        for payloads, into in shards
-        if into.numel()
-    ]
-    count = shards[0][0].shape[0] if shards else 0
-    _launch(triton_kernels.unpack_add_quantized, rows, shards, (count, float(scale)), options)
+    if into.numel():
+        triton_kernels.unpack_add_quantized[(-(-into.numel() // TILE),)](
+            *(payloads, into, len(payloads), into.numel(), payloads.stride(0), float(scale)),
+            **options,
+            **_OPTIONS,
+        )
 
 
 def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> None:
@@ -99,34 +84,4 @@ def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> Non
         K=k,
         ROWS=max(2, 1 << (rows - 1).bit_length()),
         COLUMNS=columns,
-    )
-
-
-def _launch(
-    kernel: Any,
-    rows: list[list[int]],
-    shards: Sequence[tuple[Tensor, Tensor]],
-    arguments: tuple[float, ...],
-    options: dict[str, Any],
-) -> None:
-    """Run a kernel on a table, int64 [columns, tensors], with a row for each tensor.
-
-    A row begins with (rows, entries of a row); the tensor's first program is put in front.
-    """
-    if not rows:
-        return
-    programs, table_rows, device = 0, [], shards[0][0].device
-    for row in rows:
-        table_rows.append([programs, *row])
-        programs += row[0] * -(-row[1] // TILE)
-    table = torch.tensor(table_rows, dtype=torch.int64, device="cpu").t().contiguous()
-    if device.type == "cuda":  # torch frees a pinned block when its copy has ended
-        table = table.pin_memory().to(device, non_blocking=True)
-    kernel[(programs,)](
-        *(table, len(rows), *arguments),
-        **options,
-        TILE=TILE,
-        TENSORS=max(2, 1 << (len(rows) - 1).bit_length()),
-        # a product and a sum stay two roundings, as they are in the operators
-        enable_fp_fusion=False,
     )

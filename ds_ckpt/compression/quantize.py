@@ -12,7 +12,7 @@ the block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -89,30 +89,20 @@ class Quantize(Method, Codec):
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         """Quantize each row; the rounding errors stay in `values`."""
-        self.pack_all([(values, out)])
+        if fused.is_supported(values.device):
+            fused.pack_quantized(values, out, self._kernel_options())
+            return
+        tile = _tile(values.device)
+        for some, payloads in row_groups(values.shape[1], tile, values, out):
+            self._pack_tiles(some, payloads, tile)
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add the decoded values of each payload."""
-        self.unpack_add_all([(payloads, into)], scale)
-
-    def pack_all(self, shards: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Quantize all tensors; one kernel where kernels run."""
-        if shards and fused.is_supported(shards[0][0].device):
-            fused.pack_quantized(shards, self._kernel_options())
+        if fused.is_supported(into.device):
+            fused.unpack_add_quantized(payloads, into, scale, self._kernel_options())
             return
-        for values, out in shards:
-            tile = _tile(values.device)
-            for some, payloads in row_groups(values.shape[1], tile, values, out):
-                self._pack_tiles(some, payloads, tile)
-
-    def unpack_add_all(self, shards: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
-        """Add the decoded values of all tensors; one kernel where kernels run."""
-        if shards and fused.is_supported(shards[0][0].device):
-            fused.unpack_add_quantized(shards, scale, self._kernel_options())
-            return
-        for payloads, into in shards:
-            for (some,) in row_groups(into.shape[0], _tile(into.device), payloads):
-                self._unpack_add_tiles(some, into, scale)
+        for (some,) in row_groups(into.shape[0], _tile(into.device), payloads):
+            self._unpack_add_tiles(some, into, scale)
 
     def _kernel_options(self) -> dict[str, Any]:
         least, most = _BORDER_LIMITS

@@ -1,26 +1,16 @@
-"""Triton kernels over the tensors of a bucket; `fused` describes and launches them.
+"""Triton kernels over the shards of a tensor; `fused` describes and launches them.
 
 Imported only if Triton is installed. `TRITON_INTERPRET=1` runs them on CPU tensors.
 
-A program works on `TILE` entries of one row of one tensor, [TILE / BLOCK, BLOCK], and finds them in
-the table. Arithmetic is written as the operators round it: `div_rn`, bf16 rounded to nearest even
-by hand, no product and sum at once (`enable_fp_fusion=False`).
+A program works on `TILE` entries of one row, [TILE / BLOCK, BLOCK]. Arithmetic is written as the
+operators round it: `div_rn`, bf16 rounded to nearest even by hand, no product and sum at once
+(`enable_fp_fusion=False`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _find(table, tensors, TENSORS: tl.constexpr):
-    """Return the tensor of this program, and the number of the program in it."""
-    program = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, TENSORS)
-    firsts = tl.load(table + every, mask=every < tensors, other=1 << 62)
-    tensor = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
-    return tensor, program - tl.load(table + tensor)
 
 
 @triton.jit
@@ -67,12 +57,14 @@ def _codes_start(numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_quantized(
-    table,
-    tensors,
+    values,
+    payload,
+    numel,
+    values_stride,
+    payload_stride,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    TENSORS: tl.constexpr,
     BORDER: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -82,15 +74,11 @@ def pack_quantized(
     """Quantize the entries of a tile, write its part of the payload, and leave the residual."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     REACH: tl.constexpr = 1 << (BITS - 1)
-    tensor, program = _find(table, tensors, TENSORS)
-    column = table + tensor
-    numel = tl.load(column + 2 * tensors)
-    each = (numel + TILE - 1) // TILE
-    row, tile = program // each, program % each
+    tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    numel += 0 * tile  # 64 bits: counted in bits it may need them
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
-    start = row * tl.load(column + 3 * tensors) + tile * TILE
-    values = tl.load(column + 4 * tensors).to(tl.pointer_type(tl.float32)) + start
-    payload = tl.load(column + 6 * tensors) + row * tl.load(column + 5 * tensors)
+    values += row * values_stride + tile * TILE
+    payload += row * payload_stride
     block = tl.arange(0, BLOCKS)
     entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = entry < count
@@ -130,7 +118,7 @@ def pack_quantized(
     scales = payload.to(tl.pointer_type(tl.int16)) + tile * BLOCKS
     scale = tl.where(block < blocks, scale, 0)
     tl.store(scales + block, scale.to(tl.int16), mask=block < (blocks + 3) // 4 * 4)
-    planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
+    planes = payload + _codes_start(numel, BLOCK)
     flat = tl.reshape(tl.where(there, codes, 0.0).to(tl.int32), (TILE,))
     if BITS == 3:
         low_bytes, high_bytes = (numel + 3) // 4, (numel + 7) // 8
@@ -140,7 +128,7 @@ def pack_quantized(
     else:
         end = (numel * BITS + 7) // 8
         _narrow(flat, planes, count, tile, BITS, TILE)
-    if tile == each - 1:
+    if (tile + 1) * TILE >= numel:
         filler = end + tl.arange(0, 8)
         tl.store(planes + filler, tl.zeros((8,), tl.uint8), mask=filler < (end + 7) // 8 * 8)
 
@@ -156,14 +144,15 @@ def _widen(plane, entry, there, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpack_add_quantized(
-    table,
-    tensors,
+    first,
+    into,
     rows,
+    numel,
+    stride,
     factor,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    TENSORS: tl.constexpr,
     BORDER: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -171,21 +160,18 @@ def unpack_add_quantized(
     SLOPE: tl.constexpr,
 ):
     """Add the decoded payloads to `into`, row after row."""
-    tensor, tile = _find(table, tensors, TENSORS)
-    column = table + tensor
-    numel = tl.load(column + 2 * tensors)
-    stride = tl.load(column + 3 * tensors)
-    first = tl.load(column + 4 * tensors)
-    into = tl.load(column + 5 * tensors).to(tl.pointer_type(tl.float32)) + tile * TILE
+    tile = tl.program_id(0).to(tl.int64)
+    numel += 0 * tile
+    into += tile * TILE
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
     entry = tl.arange(0, TILE)
     there = entry < count
     total = tl.load(into + entry, mask=there, other=0.0)
     for row in range(rows):
-        payload = first + row * stride
+        payload = first + row * (stride + 0 * tile)
         scales = payload.to(tl.pointer_type(tl.int16)) + tile * (TILE // BLOCK)
         scale = tl.load(scales + entry // BLOCK, mask=there, other=0).to(tl.int32) & 0xFFFF
-        planes = (payload + _codes_start(numel, BLOCK)).to(tl.pointer_type(tl.uint8))
+        planes = payload + _codes_start(numel, BLOCK)
         if BITS == 3:
             codes = _widen(planes, entry, there, tile, 2, TILE)
             codes |= _widen(planes + (numel + 3) // 4, entry, there, tile, 1, TILE) << 2

@@ -361,7 +361,6 @@ class AllToAllExchange:
         sizes = zip(*(item.packed_bytes for item in items), strict=True)
         shards = zip(*(item.layout.sizes for item in items), strict=True)
         packets = Packets(self.transport, [*sizes], [*shards], items[0].local.device)
-        by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
         for place, item in enumerate(items, start=1):
             item.arriving = packets.incoming[place]
             outgoing = [(dests, pieces[place]) for dests, pieces in packets.outgoing]
@@ -373,10 +372,8 @@ class AllToAllExchange:
                 item.weights = metric.weights(item.name, item.shape, item.layout, device)
             if item.weights is not None:
                 item.pending.div_(item.weights)
-            _, batch = by_codec.setdefault(id(item.codec), (item.codec, []))
-            batch += [(item.layout.rows(item.pending, dests), out) for dests, out in outgoing]
-        for codec, batch in by_codec.values():
-            codec.pack_all(batch)
+            for dests, out in outgoing:
+                item.codec.pack_rows(item.layout.rows(item.pending, dests), out)
         for _, (header, *_) in packets.outgoing:
             wire.write_header(header, finite)
         return packets
@@ -415,30 +412,21 @@ class AllToAllExchange:
         start = torch.zeros((), dtype=torch.float32, device=finite.device)
         start.masked_fill_(~finite, torch.nan)
         sums: list[Tensor] = []
-        by_codec: dict[int, tuple[Codec, list[tuple[Tensor, Tensor]]]] = {}
-        weighted: list[tuple[Tensor, Tensor, Tensor]] = []
         for item in items:
             if item.pending is None:
-                sums.append(self._sum_uncompressed(item))
+                sums.append(self._sum_uncompressed(item).to(item.dtype))
                 continue
             total = item.own.add_(start)
-            sums.append(total)
             if item.codec is None:
                 assert low is not None
                 total.add_(low.delivered(item.name), alpha=loss_scale)
-                continue
-            into = total
-            if item.weights is not None:
-                into = torch.zeros_like(total)
-                weighted.append((total, into, item.weights[item.layout.shard(self._me)]))
-            if len(item.arriving):
-                _, batch = by_codec.setdefault(id(item.codec), (item.codec, []))
-                batch.append((item.arriving, into))
-        for codec, batch in by_codec.values():
-            codec.unpack_add_all(batch, loss_scale)
-        for total, into, weights in weighted:
-            total.add_(into.mul_(weights))
-        return [total.to(item.dtype) for total, item in zip(sums, items, strict=True)]
+            elif len(item.arriving):
+                into = total if item.weights is None else torch.zeros_like(total)
+                item.codec.unpack_add_rows(item.arriving, into, loss_scale)
+                if item.weights is not None:
+                    total.add_(into.mul_(item.weights[item.layout.shard(self._me)]))
+            sums.append(total.to(item.dtype))
+        return sums
 
     def _sum_uncompressed(self, item: Item) -> Tensor:
         arrived = section(item.arriving, 0, item.own.numel(), item.dtype)
