@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, Problem
 
 _PATH = "$.ds_ckpt.activation.modules"
 _ATTENTION = re.compile(r"Attention|Attn|SelfAtt", re.I)
@@ -102,17 +102,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]
 
     Raises:
         ConfigError: a pattern matches nothing, or there is no pattern and no declared layer.
-        UnsupportedError: the model forbids checkpointing.
     """
     if patterns is not None:
         blocks = by_pattern(model, patterns)
     else:
         blocks = [Block(n, m) for n, m in model.named_modules() if is_hf_layer(m)]
-        supported = (getattr(m, "supports_gradient_checkpointing", None) for m in model.modules())
-        if blocks and next((s for s in supported if s is not None), True) is False:
-            why = f"{type(model).__name__} sets supports_gradient_checkpointing = False"
-            remedy = 'set "policy": "none", or name blocks that are safe in "modules"'
-            raise UnsupportedError(Problem(_PATH, "null", why, remedy))
     if not blocks:
         likely = repeated_classes(model)
         example = f'["{likely[0]}"]' if likely else '["MyBlock", "encoder.layers.*"]'

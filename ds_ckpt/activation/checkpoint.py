@@ -91,9 +91,9 @@ class _Comparison:
     saved: Sequence[_Saved]
     runs_on: bool
     """The recomputation runs to its end, for its outputs."""
+    fingerprints: FingerprintCache
     values: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    fingerprints: FingerprintCache = field(default_factory=FingerprintCache)
     differing: list[Tensor] = field(default_factory=list)
     """Number of each compared tensor, 0 if fingerprints are equal; read once, at the end."""
     difference: Problem | None = None
@@ -372,7 +372,7 @@ class Call:
             found = "checkpointing that was removed after the block's forward"
             why = "the recomputation would find another module than its forward"
             raise refusal(target.name, found, why, "remove it when no backward is outstanding")
-        comparison = _Comparison(target.name, self._saved, self._is_followed)
+        comparison = _Comparison(target.name, self._saved, self._is_followed, FingerprintCache())
         with ExitStack() as stack:
             for scope in self._context.recompute:
                 stack.enter_context(scope())

@@ -70,10 +70,11 @@ class CheckpointedBlocks:
             given = (unit.save_ops, unit.where, block.name, block.module, self._patches)
             choice = Choice(*given) if unit.save_ops else None
             target = CheckpointedModule(block.name, block.module, choice)
-            run: Callable[..., Any] = functools.partial(unit_run, index, target)
+            run: Callable[..., Any]
+            run = functools.partial(unit_run, index, target, block.module.forward)
             if not is_plain or self._check_every:
                 run = torch.compiler.disable(run)
-            self._patches.set_method(block.module, "forward", _checkpointed(block.module, run))
+            self._patches.set_method(block.module, "forward", run)
 
     def _replace_hf_checkpointing(self, model: nn.Module) -> None:
         """Switch transformers' own recomputation off, also if it is enabled later."""
@@ -126,6 +127,8 @@ class _Run:
         if target.replaying is not None:  # called with its hooks, for them
             again, target.replaying = target.replaying, None
             return again()
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch.compile can trace it
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not target.module.training and any(map(_is_cache, (*args, *kwargs.values()))):
@@ -164,18 +167,6 @@ class _Run:
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a layer of a model that reads its own flag."""
     return function(*args, **kwargs)
-
-
-def _checkpointed(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return run(forward, *args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return checkpointed_forward
 
 
 @functools.cache

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from ds_ckpt.activation import find_blocks
 from ds_ckpt.activation.blocks import gates
-from ds_ckpt.errors import ConfigError, UnsupportedError
+from ds_ckpt.errors import ConfigError
 from tests.architectures import build
 
 
@@ -113,11 +111,3 @@ def test_containers_have_no_forward_to_recompute() -> None:
 @pytest.mark.parametrize(("kind", "layers"), [("llama", 2), ("bert", 2), ("t5", 4), ("vit", 2)])
 def test_hugging_face_layers_are_found(kind: str, layers: int) -> None:
     assert len(find_blocks(build(kind, 2), None)) == layers
-
-
-def test_a_model_that_forbids_it_is_refused() -> None:
-    model: Any = build("llama", 2)
-    model.supports_gradient_checkpointing = False
-    with pytest.raises(UnsupportedError, match="supports_gradient_checkpointing"):
-        find_blocks(model, None)
-    assert len(find_blocks(model, ["LlamaDecoderLayer"])) == 2
