@@ -1,16 +1,11 @@
 """Keep the inputs of checkpointed blocks in host memory until their recomputation.
 
-A call keeps its tensors on the device while it runs. When the next call starts, they are copied to
-host memory on a side stream, and the device memory is released before that call ends. The last
-call's tensors stay on the device, because backward needs them first. When backward reaches a call,
-the tensors of the calls before it are copied back.
+When a call starts, tensors of the call before it are copied to host memory on a side stream, and
+the device memory is released before the new call ends. Backward brings back the tensors of earlier
+calls ahead of their recomputation. The last call's tensors stay on the device.
 
-The autograd graph owns the tensors: memory is released when autograd frees the graph, also after an
-exception or a dropped loss. A retained graph can read its tensors again.
-
-A side stream reads and writes memory that the allocator may hand out again. The store references
-both ends of a copy until `Ticket.wait()`. Pinned host memory comes from torch's allocator, which
-waits for copies by itself.
+The autograd graph owns the tensors, and the store references both ends of a copy until it was
+waited for. Pinned host memory comes from torch's allocator, which waits for copies by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,54 +28,38 @@ from ds_ckpt.telemetry.memory import version_of
 # copies between device and host
 
 
-class Ticket:
-    """One operation, which has ended."""
-
-    def wait(self) -> None:
-        """Order the compute stream's later work after the operation, without blocking the host."""
+Wait = Callable[[], None]
+"""Function that orders the compute stream's later work after an operation."""
 
 
 class Copies:
     """Copies between two flat uint8 tensors of the same size. Here both are in host memory."""
 
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+    def copy(self, source: Tensor, target: Tensor) -> Wait:
         """Start a copy that is ordered after all work submitted to the compute stream so far."""
         target.copy_(source)
-        return Ticket()
-
-
-class _StreamTicket(Ticket):
-    def __init__(self, event: Any, side: SideStream) -> None:
-        self._event, self._side = event, side
-
-    def wait(self) -> None:
-        self._side.compute_stream().wait_event(self._event)
+        return lambda: None
 
 
 class SideStream(Copies):
-    """Copies on one stream beside the compute stream.
-
-    Args:
-        device: accelerator whose torch module has streams and events (CUDA, XPU, NPU).
-    """
+    """Copies on a stream of a device with streams and events (CUDA, XPU, NPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
-    def compute_stream(self) -> Any:
-        """Return the stream that is current for compute."""
-        return self._module.current_stream(self._device)
-
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+    def copy(self, source: Tensor, target: Tensor) -> Wait:
         """Start a copy on the side stream."""
-        self._stream.wait_stream(self.compute_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record(self._stream)
-        return _StreamTicket(event, self)
+        return lambda: self._wait(event)
+
+    def _wait(self, event: Any) -> None:
+        self._module.current_stream(self._device).wait_event(event)
 
 
 def copies_for(device: torch.device) -> Copies:
@@ -109,6 +89,7 @@ class SavedStorage:
     Attributes:
         key: equal for tensors that share the storage.
         calls: numbers of the block calls that keep it.
+        pending: copy or gather that still runs.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -118,6 +99,13 @@ class SavedStorage:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = int(tensor._version)
         self.calls: set[int] = set()
+        self.pending: Wait | None = None
+
+    def wait(self) -> None:
+        """Order later work of the compute stream after the pending operation."""
+        if self.pending is not None:
+            self.pending()
+            self.pending = None
 
 
 class OffloadedStorage(SavedStorage):
@@ -128,18 +116,17 @@ class OffloadedStorage(SavedStorage):
         original: tensor over the original memory; None once that is released.
         host: copy in host memory (uint8).
         fetched: copy that was brought back to the device (uint8).
-        copying: copy to the host or back that still runs.
         changed: the original was changed in place before it was released.
     """
 
+    original: Tensor | None
+    host: Tensor | None = None
+    fetched: Tensor | None = None
+    changed = False
+
     def __init__(self, tensor: Tensor, label: str) -> None:
         super().__init__(tensor)
-        self.label = label
-        self.original: Tensor | None = tensor.detach()
-        self.host: Tensor | None = None
-        self.fetched: Tensor | None = None
-        self.copying: Ticket | None = None
-        self.changed = False
+        self.original, self.label = tensor.detach(), label
 
     @property
     def here(self) -> Tensor | None:
@@ -155,66 +142,52 @@ class OffloadedStorage(SavedStorage):
         """Return whether it holds the present values of `tensor`, over the same storage."""
         return not self.changed and self.version == tensor._version
 
-    def wait(self) -> None:
-        """Order later work of the compute stream after the copy that runs."""
-        if self.copying is not None:
-            self.copying.wait()
-            self.copying = None
-
 
 class TensorView:
     """Geometry of a tensor whose memory is elsewhere."""
 
-    __slots__ = ("dtype", "offset", "size", "stride")
-
     def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
-        self.size, self.stride = tensor.size(), tensor.stride()
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._size, self._stride = tensor.size(), tensor.stride()
 
     def over(self, memory: Tensor) -> Tensor:
         """Return the tensor over a copy of its storage."""
-        view = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        view = torch.empty(0, dtype=self._dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), self._offset, self._size, self._stride)
 
 
 class OffloadedRef(TensorView):
     """Reference of a graph to an offloaded tensor."""
-
-    __slots__ = ("storage",)
 
     def __init__(self, tensor: Tensor, storage: OffloadedStorage) -> None:
         super().__init__(tensor)
         self.storage = storage
 
 
+@dataclass(frozen=True)
 class InPlaceRef:
     """Reference of a graph to a tensor that stays where it is."""
 
-    __slots__ = ("label", "tensor", "version")
+    tensor: Tensor
+    version: int
+    label: str
 
-    def __init__(self, tensor: Tensor, label: str) -> None:
-        self.tensor, self.label, self.version = tensor, label, version_of(tensor)
 
-
+@dataclass(eq=False)
 class BlockCall:
     """Forward call of one block, or of the `blocks` blocks of one recomputation."""
 
-    def __init__(self, number: int, label: str) -> None:
-        self.number = number
-        self.label = label
-        self.blocks = 1
-        self.storages: set[OffloadedStorage] = set()
+    number: int
+    label: str
+    blocks: int = 1
+    storages: set[OffloadedStorage] = field(default_factory=set)
 
 
 # the store
 
 
 class BackwardWatch:
-    """Detects when another backward begins.
-
-    Args:
-        at_end: bound method, called when a backward has ended if its object still exists.
-    """
+    """Detects when another backward begins; calls the bound method `at_end` after each."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = weakref.WeakMethod(at_end)
@@ -318,7 +291,7 @@ class InputStore:
         reason = self.reason_to_stay(tensor, self._min_bytes)
         if reason is not None:
             self.counters.left[reason] += 1
-            return InPlaceRef(tensor, call.label)
+            return InPlaceRef(tensor, version_of(tensor), call.label)
         kept = self._storages.get(tensor.untyped_storage()._cdata)
         if kept is not None:
             kept.note_changes()
@@ -355,7 +328,7 @@ class InputStore:
         if kept.host is not None or kept.original is None or kept.changed:
             return  # a changed input is refused in backward
         kept.host = host_buffer(kept.nbytes, self._device)
-        kept.copying = self._copies.copy(storage_bytes(kept.original), kept.host)
+        kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
         self._leaving.append(kept)
         self.counters.out[kept.label] += 1
         self.counters.out_bytes[kept.label] += kept.nbytes
@@ -371,11 +344,7 @@ class InputStore:
     # backward
 
     def unpack(self, ref: OffloadedRef | InPlaceRef, call: BlockCall) -> Tensor:
-        """Return a tensor of `call`, on the device.
-
-        Raises:
-            UnsupportedError: it was changed in place since it was saved.
-        """
+        """Return a tensor of `call`, on the device; UnsupportedError if it was changed."""
         if isinstance(ref, InPlaceRef):
             if version_of(ref.tensor) != ref.version:
                 raise input_changed(ref.label, "input")
@@ -396,10 +365,7 @@ class InputStore:
         return ref.over(ref.storage.here)
 
     def reach(self, call: BlockCall) -> None:
-        """Bring back the tensors of `call`, which backward has reached, and of calls before it.
-
-        Fetched copies that no further call of this backward needs are released.
-        """
+        """Bring back the tensors of `call`, which backward has reached, and of calls before it."""
         if self._watch.began():
             self.end_backward()
         if call.number in self._reached:
@@ -421,7 +387,7 @@ class InputStore:
             return
         assert kept.host is not None
         kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-        kept.copying = self._copies.copy(kept.host, kept.fetched)
+        kept.pending = self._copies.copy(kept.host, kept.fetched)
         self._fetched.append(kept)
         self.counters.back[kept.label] += 1
         self.counters.late += late

@@ -1,13 +1,9 @@
 """Split the inputs of blocks over ranks that hold equal inputs.
 
-Of every tensor that a block call is given, each of n ranks keeps 1/n of the bytes, in an
-`InputStore`: on the device or in host memory. When backward reaches a call, its parts are
-all-gathered, and those of the call before it.
-
-A gather needs every rank. It therefore follows from facts that all ranks share: the order of calls,
-and the calls that were alive at the start of backward. They are compared first, in one message of a
-fixed size, together with a hash of the layout of all inputs and, in every 100th call of a block, of
-their values. All ranks receive the same answers, so all of them raise, and none waits for another.
+Each of n ranks keeps 1/n of the bytes, in an `InputStore`. When backward reaches a call, its parts
+are all-gathered, and those of the call before it. A gather needs every rank, so it follows from
+facts that all ranks share. They are compared at the start of backward, in one message of a fixed
+size: all ranks receive the same answers, so all of them raise, and none waits for another.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from ds_ckpt.activation.offload import (
     OffloadedRef,
     SavedStorage,
     TensorView,
-    Ticket,
+    Wait,
     storage_bytes,
 )
 from ds_ckpt.errors import Problem, UnsupportedError
@@ -39,15 +35,12 @@ from ds_ckpt.telemetry.counters import PartitionCounters
 class Group(Protocol):
     """Ranks over which inputs are split."""
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Return the global ranks, in the group's order."""
+    processes: tuple[int, ...]
+    """Global ranks, in the group's order."""
+    index: int
+    """This rank's place in `processes`."""
 
-    @property
-    def index(self) -> int:
-        """Return this rank's place in `processes`."""
-
-    def gather(self, part: Tensor, joined: Tensor) -> Ticket:
+    def gather(self, part: Tensor, joined: Tensor) -> Wait:
         """Start to fill `joined` (uint8 [size * n]) with every rank's `part` (uint8 [n])."""
 
     def exchange(self, mine: Tensor) -> Tensor:
@@ -58,82 +51,6 @@ def _hash(*values: object) -> int:
     """Return a hash that is equal on every rank, from -2**63 to 2**63 - 1."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-class RankConsistency:
-    """Inputs that a group has split since it compared them last.
-
-    Args:
-        group: ranks that must agree.
-        device: device of the group's messages.
-        every: values are compared in the first call of each block and every `every`-th after it.
-    """
-
-    def __init__(self, group: Group, device: torch.device, *, every: int = 100) -> None:
-        self._group, self._device, self._every = group, device, every
-        self._calls: Counter[str] = Counter()
-        self._checksums: list[Tensor] = []
-        self._error: UnsupportedError | None = None
-        self.layout = 0
-        """Hash of all inputs that were not compared yet; 0 if there are none."""
-
-    def begin(self, label: str) -> bool:
-        """Start a call of block `label`; return whether its values are compared.
-
-        Raises:
-            UnsupportedError: an earlier comparison failed.
-        """
-        if self._error is not None:
-            raise self._error
-        self._calls[label] += 1
-        return self._calls[label] % self._every == 1 % self._every
-
-    def note(self, label: str, tensor: Tensor, layout: object, *, compares: bool) -> None:
-        """Record that a call of block `label` keeps `tensor`.
-
-        Args:
-            label: name of the block.
-            tensor: the tensor.
-            layout: what must be equal on all ranks besides shape and strides.
-            compares: whether its values are compared.
-        """
-        strides = tensor.stride() if tensor.layout == torch.strided else None
-        kind = label, tensor.shape, tensor.dtype, strides, layout, compares
-        self.layout = _hash(self.layout, kind)
-        if compares:
-            self._checksums.append(checksum(tensor))
-
-    def compare(self, alive: object) -> bool:
-        """Compare the notes over the group; return whether `alive` is equal, too. Collective.
-
-        Raises:
-            UnsupportedError: notes differ, on every rank and at every later call.
-        """
-        if self._error is not None:
-            raise self._error
-        values = torch.zeros((), dtype=torch.int64, device=self._device)
-        if self._checksums:
-            values = checksum(torch.stack(self._checksums)).to(self._device)
-        known = torch.tensor([self.layout, _hash(alive)], device=self._device)
-        answers = self._group.exchange(torch.cat([known, values.reshape(1)]))
-        self.layout, self._checksums = 0, []
-        layout_differs, alive_differs, values_differ = (answers != answers[0]).any(0).tolist()
-        if layout_differs or values_differ:
-            what = "other numbers, shapes or types" if layout_differs else "other values"
-            ranks = ", ".join(map(str, self._group.processes))
-            problem = Problem(
-                "$.ds_ckpt.activation.partition",
-                f"inputs of blocks with {what} on some of the ranks {ranks}",
-                "each rank keeps its own part only, so recomputation would begin with a mixture of "
-                "different tensors: silently wrong gradients",
-                f"make ranks {ranks} compute the same: tensor parallelism without sequence "
-                "parallelism, equal batches, and equal seeds for dropout on what is not sharded; "
-                "or set partition_activations to false",
-            )
-            headline = "checkpointed inputs cannot be split over this group"
-            self._error = UnsupportedError(problem, headline=headline)
-            raise self._error
-        return not alive_differs
 
 
 def shard_bytes(nbytes: int, ranks: int) -> int:
@@ -153,35 +70,17 @@ def shard_of(flat: Tensor, ranks: int, index: int) -> Tensor:
 
 
 class Shard(SavedStorage):
-    """This rank's part of a storage.
+    """This rank's part of a storage, and the parts of all ranks while they are `joined`."""
 
-    Attributes:
-        part: reference to the part's bytes in the store.
-        joined: parts of all ranks, in order, while they are here (uint8).
-        arriving: gather that still fills `joined`.
-    """
+    joined: Tensor | None = None
 
     def __init__(self, tensor: Tensor, part: OffloadedRef | InPlaceRef) -> None:
         super().__init__(tensor)
         self.part = part
-        self.joined: Tensor | None = None
-        self.arriving: Ticket | None = None
-
-    def wait(self) -> None:
-        """Order later work of the compute stream after the gather."""
-        if self.arriving is not None:
-            self.arriving.wait()
-            self.arriving = None
 
 
 class ShardedRef(TensorView):
-    """Reference of a graph to a tensor of a block's arguments.
-
-    Attributes:
-        kept: its shard, or the reference of the store if it is not split.
-    """
-
-    __slots__ = ("kept",)
+    """Reference of a graph to an argument of a block, which may be split."""
 
     def __init__(self, tensor: Tensor, kept: Shard | OffloadedRef | InPlaceRef) -> None:
         super().__init__(tensor)
@@ -197,7 +96,7 @@ class Partition:
         device: device of the model.
         min_bytes: smaller storages are not split.
         ahead: number of earlier calls whose tensors are gathered ahead.
-        every: see `RankConsistency`.
+        every: values are compared in the first call of each block and every `every`-th after it.
     """
 
     def __init__(
@@ -211,10 +110,14 @@ class Partition:
         every: int = 100,
     ) -> None:
         self.counters = PartitionCounters()
-        self._consistency = RankConsistency(group, device, every=every)
         self._group, self._store, self._device = group, store, device
         self._ranks = len(group.processes)
-        self._min_bytes, self._ahead = min_bytes, ahead
+        self._min_bytes, self._ahead, self._every = min_bytes, ahead, every
+        self._forwards: Counter[str] = Counter()
+        self._layout = 0
+        """Hash of all inputs that were not compared yet; 0 if there are none."""
+        self._checksums: list[Tensor] = []
+        self._error: UnsupportedError | None = None
         self._shards: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()
         self._calls: weakref.WeakKeyDictionary[BlockCall, list[Shard]] = weakref.WeakKeyDictionary()
         self._compares = False
@@ -227,21 +130,20 @@ class Partition:
         self._watch = BackwardWatch(self._end_backward)
 
     def begin(self, label: str) -> None:
-        """Start a call of block `label`.
-
-        Raises:
-            UnsupportedError: ranks were found to differ before.
-        """
+        """Start a call of block `label`."""
         if torch._C._current_graph_task_id() == -1:
             self._end_backward()  # the last one may have raised an error
-        self._compares = self._consistency.begin(label)
+        if self._error is not None:
+            raise self._error
+        self._forwards[label] += 1
+        self._compares = self._forwards[label] % self._every == 1 % self._every
 
     def pack(self, tensor: Tensor, label: str, call: BlockCall) -> ShardedRef:
         """Return what the graph holds instead of `tensor`, an argument of block `label`."""
         reason = self._store.reason_to_stay(tensor, self._min_bytes)
         if reason is not None:
             self.counters.left[reason] += 1
-            self._consistency.note(label, tensor, reason, compares=False)
+            self._note(label, tensor, reason)
             return ShardedRef(tensor, self._store.pack(tensor, call))
         shard = self._shards.get(tensor.untyped_storage()._cdata)
         if shard is None or shard.version != tensor._version:
@@ -249,9 +151,45 @@ class Partition:
         self._store.share(shard.part, call)
         shard.calls.add(call.number)
         self._calls.setdefault(call, []).append(shard)
-        layout = shard.nbytes, tensor.storage_offset()
-        self._consistency.note(label, tensor, layout, compares=self._compares)
+        self._note(label, tensor, shard.nbytes, tensor.storage_offset(), self._compares)
+        if self._compares:
+            self._checksums.append(checksum(tensor))
         return ShardedRef(tensor, shard)
+
+    def _note(self, label: str, tensor: Tensor, *layout: object) -> None:
+        """Record what must be equal on all ranks besides values."""
+        strides = tensor.stride() if tensor.layout == torch.strided else None
+        self._layout = _hash(self._layout, label, tensor.shape, tensor.dtype, strides, layout)
+
+    def _compare(self, alive: object) -> bool:
+        """Compare the notes over the group; return whether `alive` is equal, too. Collective.
+
+        Raises:
+            UnsupportedError: notes differ, on every rank and in every later call.
+        """
+        if self._error is not None:
+            raise self._error
+        values = torch.zeros((), dtype=torch.int64, device=self._device)
+        if self._checksums:
+            values = checksum(torch.stack(self._checksums)).to(self._device)
+        known = torch.tensor([self._layout, _hash(alive)], device=self._device)
+        answers = self._group.exchange(torch.cat([known, values.reshape(1)]))
+        self._layout, self._checksums = 0, []
+        layout_differs, alive_differs, values_differ = (answers != answers[0]).any(0).tolist()
+        if layout_differs or values_differ:
+            what = "other numbers, shapes or types" if layout_differs else "other values"
+            ranks = ", ".join(map(str, self._group.processes))
+            found = f"inputs of blocks with {what} on some of the ranks {ranks}"
+            why = "each rank keeps its own part only: recomputation would begin with a mixture"
+            remedy = (
+                "use tensor parallelism without sequence parallelism, equal batches, and equal "
+                "seeds for dropout on what is not sharded; or set partition_activations to false"
+            )
+            problem = Problem("$.ds_ckpt.activation.partition", found, why, remedy)
+            headline = "checkpointed inputs cannot be split over this group"
+            self._error = UnsupportedError(problem, headline=headline)
+            raise self._error
+        return not alive_differs
 
     def _split(self, tensor: Tensor, label: str, call: BlockCall) -> Shard:
         part = shard_of(storage_bytes(tensor), self._ranks, self._group.index)
@@ -261,11 +199,7 @@ class Partition:
         return shard
 
     def unpack(self, ref: ShardedRef, call: BlockCall) -> Tensor:
-        """Return a tensor of `call`, on the device. Collective at the first tensor of each call.
-
-        Raises:
-            UnsupportedError: tensors differ between ranks; on every rank.
-        """
+        """Return a tensor of `call`, on the device. Collective at its first tensor."""
         self._reach(call)
         if not isinstance(ref.kept, Shard):
             return self._store.unpack(ref.kept, call)
@@ -281,12 +215,12 @@ class Partition:
             self._end_backward()
         if call.number in self._reached:
             return
-        if began or self._consistency.layout:
+        if began or self._layout:
             calls = sorted(self._calls, key=lambda known: known.number)
             alive = {known.number: self._calls[known] for known in calls}
             sizes = [(number, [s.nbytes for s in shards]) for number, shards in alive.items()]
             # if a rank's collector is late, nothing is gathered before it is needed
-            self._before = alive if self._consistency.compare(sizes) else {}
+            self._before = alive if self._compare(sizes) else {}
         self._reached.add(call.number)
         self._store.reach(call)
         for shard in [s for s in self._here if s.calls <= self._reached - {call.number}]:
@@ -305,7 +239,7 @@ class Partition:
             return
         size = shard_bytes(shard.nbytes, self._ranks)
         shard.joined = torch.empty(size * self._ranks, dtype=torch.uint8, device=self._device)
-        shard.arriving = self._group.gather(self._store.take(shard.part), shard.joined)
+        shard.pending = self._group.gather(self._store.take(shard.part), shard.joined)
         self._here.append(shard)
         self.counters.gathers += 1
         self.counters.late += late

@@ -12,19 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ckpt.activation.offload import Ticket
+from ds_ckpt.activation.offload import Wait
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry import Counters, Purpose
-
-
-class _Gathering(Ticket):
-    """An all-gather in flight; keeps its input until it has ended."""
-
-    def __init__(self, work: Any, part: Tensor) -> None:
-        self._work, self._part = work, part
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 class TensorParallelGroup:
@@ -40,7 +30,7 @@ class TensorParallelGroup:
         self.processes: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self.index = self.processes.index(dist.get_rank())
 
-    def gather(self, part: Tensor, joined: Tensor) -> Ticket:
+    def gather(self, part: Tensor, joined: Tensor) -> Wait:
         """Start to fill `joined` (uint8 [size * n]) with every rank's `part` (uint8 [n])."""
         import deepspeed.comm
 
@@ -48,12 +38,16 @@ class TensorParallelGroup:
             work = deepspeed.comm.all_gather_into_tensor(
                 joined, part, group=self._group, async_op=True
             )
-        return _Gathering(work, part)
+
+        def wait(part: Tensor = part) -> None:  # which is read until then
+            work.wait()
+
+        return wait
 
     def exchange(self, mine: Tensor) -> Tensor:
         """Gather every rank's `mine` (int64 [n]) to the host: int64 [size, n]."""
         answers = mine.new_empty(len(self.processes) * mine.numel())
-        self.gather(mine, answers).wait()
+        self.gather(mine, answers)()
         return answers.view(len(self.processes), -1).cpu()
 
 

@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs
-from ds_ckpt.activation.offload import Copies, InputStore, Ticket
+from ds_ckpt.activation.offload import Copies, InputStore, Wait
 from ds_ckpt.activation.policies import Policy
 
 CPU = torch.device("cpu")
 
 
-class _Late(Ticket):
+class _Late:
     """The ticket of a copy that is made when somebody waits, and not before."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
@@ -26,7 +26,7 @@ class _Late(Ticket):
         # weak: whoever asked for the copy must hold both ends until he has waited
         self._ends = [StorageWeakRef(t.untyped_storage()) for t in (source, target)]
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         target = self._target()
         if self._values is not None and target is not None:
             target.copy_(self._values)
@@ -44,7 +44,7 @@ class LateCopies(Copies):
     def __init__(self) -> None:
         self._tickets: list[_Late] = []
 
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+    def copy(self, source: Tensor, target: Tensor) -> Wait:
         ticket = _Late(source, target)
         target.fill_(0xA5)
         self._tickets.append(ticket)

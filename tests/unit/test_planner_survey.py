@@ -11,8 +11,7 @@ from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.planning.budget import Allowance, Planner
-from ds_ckpt.activation.planning.candidates import Candidate, candidates_of
+from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.errors import UnsupportedError

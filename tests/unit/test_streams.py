@@ -13,7 +13,7 @@ from torch import Tensor
 from virtual import World
 
 from ds_ckpt.activation import offload
-from ds_ckpt.activation.offload import InputStore, SideStream, _StreamTicket
+from ds_ckpt.activation.offload import InputStore, SideStream, Wait
 from ds_ckpt.compression import Feedback, Quantize
 from ds_ckpt.weights import lossless
 from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
@@ -147,22 +147,23 @@ def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool) -> 
 
 
 def _not_behind_compute(patched: pytest.MonkeyPatch) -> None:
-    def copy(self: SideStream, source: Tensor, target: Tensor) -> _StreamTicket:
+    def copy(self: SideStream, source: Tensor, target: Tensor) -> Wait:
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return _StreamTicket(self._stream.record_event(), self)
+            event = self._stream.record_event()
+        return lambda: self._wait(event)
 
     patched.setattr(SideStream, "copy", copy)
 
 
 def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(_StreamTicket, "wait", lambda ticket: None)
+    patched.setattr(SideStream, "_wait", lambda stream, event: None)
 
 
 def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
     def ended(self: InputStore) -> None:
         for kept in self._leaving:
-            kept.original = kept.copying = None
+            kept.original = kept.pending = None
         self._leaving.clear()
 
     patched.setattr(InputStore, "ended", ended)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ckpt.activation.offload import Ticket
+from ds_ckpt.activation.offload import Wait
 
 LIMIT_S = 20.0
 """Nobody waits longer for the others: a test of a hang fails."""
@@ -29,7 +29,7 @@ class _Exchange:
         return seen
 
 
-class _Gathered(Ticket):
+class _Gathered:
     """What was gathered lands when somebody waits, and not before."""
 
     def __init__(self, parts: list[Tensor], joined: Tensor) -> None:
@@ -37,7 +37,7 @@ class _Gathered(Ticket):
         self._joined = joined
         joined.fill_(0xA5)
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         if self._parts is not None:
             self._joined.copy_(torch.cat(self._parts))
             self._parts = None
@@ -52,7 +52,7 @@ class ThreadGroup:
         self.gathered: list[int] = []
         self.exchanges = 0
 
-    def gather(self, part: Tensor, joined: Tensor) -> Ticket:
+    def gather(self, part: Tensor, joined: Tensor) -> Wait:
         parts = self._exchange.everybody(self.index, part.clone())
         assert len({p.numel() for p in parts}) == 1, "a real backend would hang or mix them up"
         self.gathered.append(part.numel())

@@ -1,6 +1,8 @@
 """Plans within a memory budget: the cheapest way to treat each block, or an error with remedies.
 
-A plan is plain values, the same on every rank: the units of each block, their bytes and costs.
+Bytes of a way are sets of storages, so that what two operators or two blocks share is counted once.
+A recompute runs to the last tensor that autograd saves, and leaves out the operators whose results
+were kept, as `activation.checkpoint` does it. A plan is plain values, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.planning.candidates import Candidate, candidates_of, shared_by_blocks
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
-from ds_ckpt.activation.planning.trace import Survey, simulate, survey
+from ds_ckpt.activation.planning.trace import Survey, TracedOperator, simulate, survey
 from ds_ckpt.activation.policies import Unit
+from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import Storage
 from ds_ckpt.telemetry.units import GIB, size
@@ -31,6 +33,76 @@ BudgetOf = Literal["activations", "accelerator"]
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A way to treat a block.
+
+    Attributes:
+        save_ops: operator results that the recompute keeps; None: the block is not recomputed.
+        held: storages that wait for backward.
+        full: storages at once while the block's backward runs: `held`, and the tensors that its
+            largest recompute makes again.
+        flops: of its recomputes, like `moved_bytes`.
+    """
+
+    save_ops: tuple[str, ...] | None
+    held: frozenset[Storage]
+    full: frozenset[Storage]
+    flops: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def word(self) -> str:
+        """Name the way."""
+        if self.save_ops is None:
+            return "none"
+        return f"selective {'+'.join(self.save_ops)}" if self.save_ops else "block"
+
+
+def candidates_of(found: Survey, index: int) -> list[Candidate]:
+    """List the ways to treat block `index`; the first is to leave it alone."""
+    calls = found.blocks[index].calls
+    saved = {found.saves[n] for call in calls for n in range(*call.saves)}
+    held = frozenset(saved & found.held.keys())
+    ways = [Candidate(None, held, held), _recomputed(found, index, (), frozenset())]
+    for name, kept in (("attention", cores()), ("matmuls", products() | cores())):
+        way = _recomputed(found, index, (name,), kept)
+        if all(way.held != other.held for other in ways):
+            ways.append(way)
+    return ways
+
+
+def _recomputed(
+    found: Survey, index: int, save_ops: tuple[str, ...], keeps: frozenset[Any]
+) -> Candidate:
+    held, saved, repeated = set[Storage](), list[set[Storage]](), list[TracedOperator]()
+    for call in found.blocks[index].calls:
+        saves = found.saves[slice(*call.saves)]
+        if not saves:  # a frozen block whose input needs no gradient
+            continue
+        saved.append(found.activations(saves))
+        kept = list(call.arguments)
+        operators = found.operators[slice(*call.operators)]
+        written = {s: number for number, o in enumerate(operators) for s in o.written}
+        for number, operator in enumerate(operators):
+            if operator.saves == call.saves[1]:
+                break  # nothing is saved from here on
+            is_last = all(written.get(s, -1) <= number for s in operator.results)
+            if operator.func in keeps and is_last:
+                kept += operator.results
+            else:
+                repeated.append(operator)
+        held |= found.activations(kept)
+    largest = max((made - held for made in saved), key=found.bytes_of, default=set())
+    return Candidate(
+        save_ops,
+        frozenset(held),
+        frozenset(held | largest),
+        sum(operator.flops for operator in repeated),
+        sum(operator.moved_bytes for operator in repeated),
+    )
+
+
+@dataclass(frozen=True)
 class BlockPlan:
     """The plan of one block.
 
@@ -38,7 +110,6 @@ class BlockPlan:
         word: name of its way.
         save_ops: operator results that a recompute keeps; None: the block is not recomputed.
         held_bytes: on the device between its forward and its backward.
-        offloaded_bytes: in host memory meanwhile.
         recompute_s: by the device's rates, waiting for copies included.
     """
 
@@ -56,15 +127,11 @@ class ActivationPlan:
     """A plan for all blocks, the same on every rank.
 
     Attributes:
-        of: memory that the budget counts.
-        budget_bytes: as given.
         resident: bytes beside activations by what they are (budgets for the accelerator).
         none_bytes: saved activations if nothing were recomputed.
         held_bytes: on the device between forward and backward.
         needed_bytes: the most at once, of the memory that the budget counts.
-        forward_s: of one forward.
         tokens: elements of the batch's largest integer tensor, else of its largest tensor.
-        planning_s: wall time of measuring and searching; the caller sets it.
     """
 
     of: BudgetOf
@@ -122,8 +189,7 @@ class Allowance:
 
     Attributes:
         resident: bytes beside activations by what they are, for budgets of the accelerator.
-        offload: checkpointed inputs go to host memory (tensors of `min_bytes` and more), and come
-            back `prefetch` recomputes ahead.
+        offload: inputs from `min_bytes` on go to host memory, and return `prefetch` calls ahead.
         micro_batch: sequences in a micro-batch, for messages; 0: not known.
     """
 
@@ -139,12 +205,6 @@ class Allowance:
 class Planner:
     """Plans from one survey, for any number of budgets.
 
-    Args:
-        found: the survey.
-        rates: of the device.
-        tokens: of the batch, for messages.
-        repeated: times that the model has the last block, which the survey has once.
-
     Attributes:
         saved_bytes: saved activations if nothing were recomputed.
         forward_s: seconds by block; the last entry is what runs outside of them.
@@ -156,7 +216,11 @@ class Planner:
         self._blocks = [*range(last), *[last] * repeated] if found.blocks else []
         self._surveyed = [candidates_of(found, i) for i in range(len(found.blocks))]
         self._candidates = [self._surveyed[i] for i in self._blocks]
-        self._shared = shared_by_blocks(self._surveyed)
+        owners: Counter[Storage] = Counter()
+        for ways in self._surveyed:
+            owners.update(frozenset[Storage]().union(*(way.held for way in ways)))
+        self._shared = frozenset(s for s, count in owners.items() if count > 1)
+        """Storages that several blocks may hold: rotary tables, masks, an encoder's result."""
         self._seconds = found.forward_s(rates)
         self.forward_s = [*(self._seconds[i] for i in self._blocks), self._seconds[-1]]
         more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
@@ -174,11 +238,7 @@ class Planner:
         return self._written(allowance, choice)
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
-        """Return the cheapest plan that fits.
-
-        Raises:
-            UnsupportedError: none does; the error names what would.
-        """
+        """Return the cheapest plan that fits; UnsupportedError names what would."""
         choice: list[int] | None = [0] * len(self._blocks)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
             choice = self._best(allowance, search)
@@ -291,17 +351,11 @@ class Planner:
             was = allowance.micro_batch
             remedies.append(f"a micro-batch of {fits} instead of {was} (activations grow with it)")
         words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
-        return UnsupportedError(
-            Problem(
-                where=_WHERE,
-                found=f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}",
-                why=f"with everything recomputed that can be, this model and batch of "
-                f"{self._tokens} tokens need {_up(needed)} GiB"
-                + (f", {beside / GIB:.3f} of them beside activations ({words})" if words else ""),
-                remedy="; or ".join(remedies),
-            ),
-            headline="no plan fits the memory budget",
-        )
+        found = f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}"
+        why = f"a batch of {self._tokens} tokens needs {_up(needed)} GiB at least"
+        why += f", {beside / GIB:.3f} of them beside activations ({words})" if words else ""
+        problem = Problem(_WHERE, found, why, "; or ".join(remedies))
+        return UnsupportedError(problem, headline="no plan fits the memory budget")
 
 
 def _up(nbytes: int) -> str:
@@ -326,16 +380,6 @@ def plan_within(
 
     A budget for the whole accelerator counts temporaries, too. They are simulated with the plan
     that fits without them.
-
-    Args:
-        allowance: the budget.
-        model: see `survey`, like `args`, `kwargs`, `modules` and `device`.
-        args: of its forward.
-        kwargs: of its forward.
-        rates: of the device.
-        tokens: of the batch, for messages.
-        modules: class names or patterns of the blocks.
-        device: where the parameters are when the model runs.
 
     Raises:
         UnsupportedError: the model cannot be measured, or nothing fits.

@@ -2,8 +2,7 @@
 
 An operator is bound by arithmetic or by memory (Williams, Waterman, Patterson: Roofline, 2009).
 Here products, convolutions and attention cores take `flops / flops_per_s`, every other operator
-`bytes read and written / bytes_per_s`. Both rates are measured on the device that trains; only
-their ratio decides which plan is best. Launch times are left out.
+`bytes read and written / bytes_per_s`. Launch times are left out.
 """
 
 from __future__ import annotations
@@ -21,17 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from ds_ckpt.telemetry.memory import Operator
 
 _TRIES = 3
-_NO_KERNEL = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::detach",
-    "aten::lift_fresh",
-    "aten::_local_scalar_dense",
-    "aten::is_same_size",
-}
+_MEMORY = "empty empty_like empty_strided new_empty new_empty_strided detach lift_fresh"
+_NO_KERNEL = {f"aten::{n}" for n in (*_MEMORY.split(), "_local_scalar_dense", "is_same_size")}
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
 # formulas of shapes that torch's registry does not have; a grouped product multiplies each group's
 # rows by its matrix

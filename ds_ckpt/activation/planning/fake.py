@@ -188,20 +188,10 @@ def unknown_values_refused(where: str) -> Iterator[None]:
 def fake_copy(
     model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
-    """Copy the modules over fake tensors.
+    """Copy the modules over fake tensors, with the full shapes of partitioned parameters.
 
-    Under ZeRO-3 a parameter is an empty tensor with its full shape in `ds_shape`; the copy has that
-    shape. Hooks of DeepSpeed and of ds_ckpt are left out. Other hooks run, as they may change what
+    Hooks of DeepSpeed and of ds_ckpt are left out. Other hooks run, as they may change what
     autograd saves (PEFT's makes the embeddings' result require a gradient).
-
-    Args:
-        model: in any state of ZeRO's partitioning; not changed.
-        mode: the fake tensors' mode.
-        device: of parameters when the model runs; None: their own. Under offload of parameters they
-            are on the CPU and run elsewhere.
-
-    Raises:
-        UnsupportedError: the memory of a parameter does not follow from its shape.
     """
     tensors = {id(p): _fake_parameter(n, p, mode, device) for n, p in model.named_parameters()}
     modules = {id(m): type(m).__new__(type(m)) for m in model.modules()}
@@ -264,8 +254,7 @@ def fake_run(
 ) -> Iterator[tuple[nn.Module, Any, Any]]:
     """Copy the model and its arguments; inside, every operator is fake.
 
-    Raises:
-        UnsupportedError: the forward reads values that are not known.
+    Parameters are on `device`, if given: DeepSpeed's offload keeps them elsewhere.
     """
     values = KnownValues()
     copy = fake_copy(model, values.mode, device)
@@ -292,11 +281,7 @@ class FakeModel:
 
     @classmethod
     def build(cls, name: str, make: Callable[[], tuple[nn.Module, Any]]) -> FakeModel:
-        """Allocate nothing but small integers.
-
-        Raises:
-            UnsupportedError: building reads values that are not known.
-        """
+        """Call `make`, and allocate nothing but small integers."""
         values = KnownValues()
         # torch's truncated normal reads its bounds from tensors
         unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
@@ -310,11 +295,7 @@ class FakeModel:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the modes in which the model can run.
-
-        Raises:
-            UnsupportedError: the forward reads values that are not known.
-        """
+        """Enter the modes in which the model can run."""
         # torch logs what operators raise; the error repeats it
         quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         with unknown_values_refused(self.name), quiet, taken_for_real(), self.values:

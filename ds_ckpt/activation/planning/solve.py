@@ -79,13 +79,7 @@ def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int
 def search(
     blocks: Sequence[Sequence[Option]], room: Room, *, limit: int = LIMIT
 ) -> list[int] | None:
-    """Return the index of each block's option: the cheapest choice that fits, or None.
-
-    Args:
-        blocks: in the order in which they run, each with at least one option.
-        room: to fit into.
-        limit: points of a front beyond which it is thinned out.
-    """
+    """Return the index of each block's option: the cheapest choice that fits, or None."""
     floor = np.cumsum([0, *(min(o.held for o in options) for options in blocks)])
     needs: _Ints = np.array([room.tail], dtype=np.int64)
     costs: _Floats = np.zeros(1)

@@ -59,12 +59,7 @@ class TracedOperator:
 
 @dataclass(frozen=True)
 class BlockForward:
-    """A call of a block.
-
-    Attributes:
-        arguments: storages of the tensors that checkpointing the call would keep.
-        operators: first, and one behind the last; likewise `saves`.
-    """
+    """A call of a block: what checkpointing would keep; ranges of operators and of saves."""
 
     arguments: set[Storage]
     operators: tuple[int, int]
@@ -73,12 +68,7 @@ class BlockForward:
 
 @dataclass
 class SurveyedBlock:
-    """A block without checkpointing.
-
-    Attributes:
-        calls: in order.
-        saved_bytes: of storages that autograd saves first inside of it.
-    """
+    """A block without checkpointing, with the bytes that it is first to save."""
 
     name: str
     calls: list[BlockForward] = field(default_factory=list)
@@ -86,13 +76,9 @@ class SurveyedBlock:
 
 
 class Survey:
-    """Bytes and work of one forward, by block.
+    """Bytes and work of one forward of a fake copy, whose blocks' forwards are wrapped.
 
     Every storage belongs to the block, or to the outside, that saved it first.
-
-    Args:
-        module: a fake copy; its blocks' forwards are wrapped.
-        names: names of its blocks.
 
     Attributes:
         operators: of the forward, in order.
@@ -234,12 +220,10 @@ def survey(
         args: of its forward. Shapes and types count, and the values of small integers.
         kwargs: likewise.
         modules: class names or patterns of the blocks, as in the configuration.
-        device: where the parameters are when the model runs; None: where they say they are.
+        device: where the parameters are when the model runs; None: where they are now.
 
     Raises:
-        ConfigError: no blocks are found.
-        UnsupportedError: the forward depends on values of tensors, or torch cannot infer the shape
-            of an operator's result.
+        UnsupportedError: the forward depends on values of tensors.
     """
     names = [block.name for block in find_blocks(model, modules)]
     outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
@@ -256,8 +240,7 @@ class Work:
     """Operators of one phase of a step.
 
     Attributes:
-        launches: operators that compute (views and allocations are left out): on an accelerator
-            each starts at least one kernel.
+        launches: operators that compute: on an accelerator each starts at least one kernel.
         flops: of products, convolutions and attention cores.
         moved_bytes: of all arguments and results.
     """
@@ -275,16 +258,7 @@ class Work:
 
 
 class StepTrace(MemoryTracker):
-    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part.
-
-    Args:
-        model: hooks are put on it, and taken off again.
-        blocks: by which bytes and operators are told apart; none: all is outside of blocks.
-
-    Attributes:
-        where: the phase, block and part that run.
-        work: by place.
-    """
+    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self.where = ModuleTracker(
@@ -311,14 +285,9 @@ class StepTrace(MemoryTracker):
     def run(self, forward: Callable[[], Any], units: Sequence[Unit] | None) -> StepTrace:
         """Run forward and backward, on tensors of any kind, and count what is alive at once.
 
-        The real checkpointing is on the model. Counted are activations, their gradients,
-        temporaries, and the gradient of one weight at a time. Not counted: weights, memory that
-        kernels use inside, and fragmentation.
-
-        Args:
-            forward: runs the model's forward. Backward begins at the result's `loss`, else at every
-                tensor of it that needs a gradient.
-            units: recomputed; None: no checkpointing is put on the model.
+        Counted are activations, their gradients, temporaries, and the gradient of one weight at a
+        time. Backward begins at the result's `loss`, else at all of its tensors. Without `units` no
+        checkpointing is put on the model.
         """
         put = None
         if units is not None:
@@ -385,11 +354,7 @@ def simulate(
     *,
     device: torch.device | None = None,
 ) -> StepTrace:
-    """Trace one step of a fake copy of the model; see `StepTrace.run`.
-
-    Raises:
-        UnsupportedError: see `survey`.
-    """
+    """Trace one step of a fake copy of the model; see `StepTrace.run`."""
     with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
         parts = {b.name: copy.get_submodule(b.name) for unit in units for b in unit.blocks}
         on_copy = [
