@@ -21,7 +21,7 @@ from ds_ckpt.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEMO: dict[str, Any] = {"methods": "topk", "repetitions": 4, "loss_steps": 64}
+DEMO: dict[str, Any] = {"methods": "topk", "repetitions": 4}
 """Options of `measure --demo` that are not on the command line."""
 LIMIT_S = 21600.0
 """Longest launch, in seconds."""
@@ -33,7 +33,7 @@ def measure(
         Path | None, Option("--output", "-o", help="Folder of the run. [default: runs/TIME]")
     ] = None,
     demo: Annotated[
-        bool, Option("--demo", help="Short run: --methods topk --repetitions 4 --loss-steps 64.")
+        bool, Option("--demo", help="Short run: --methods topk --repetitions 4.")
     ] = False,
     hostfile: Annotated[
         Path | None, file_option("Hostfile of real nodes: `name slots=N` per line.")
@@ -72,9 +72,6 @@ def measure(
         int, Option(min=1, help="Trials of each configuration at each rate.")
     ] = 6,
     steps: Annotated[int, Option(min=1, help="Timed steps per trial.")] = 2,
-    loss_steps: Annotated[
-        int, Option(min=0, help="Training steps for the held-out loss; 0 skips it.")
-    ] = 60,
     text: Annotated[
         Path | None, file_option("Training text. [default: Python's documentation]")
     ] = None,
@@ -149,7 +146,6 @@ def measure(
             shape=arguments.shape_of(shape),
             repetitions=preset.get("repetitions", repetitions),
             steps=steps,
-            loss_steps=preset.get("loss_steps", loss_steps),
             text=str(text.resolve()) if text else None,
         )
         check(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 
-STEPS = 8
 METHODS = ("stock", "dense", "topk")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -37,13 +35,12 @@ def _measure(*options: str) -> str:
 def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
     """Without root; the second call continues the first."""
     folder = tmp_path / "run"
-    options = ["--demo", f"--output={folder}", f"--loss-steps={STEPS}", "--tokens=32", "--steps=1"]
+    options = ["--demo", f"--output={folder}", "--tokens=32", "--steps=1"]
     options.append("--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4")
     _measure(*options, "--repetitions=1")
     output = _measure(*options, "--repetitions=2")
     assert "Continuing" in output
     assert "NOT SHAPED" in output
-    assert "changed no loss by a single bit" in " ".join(output.split())
     samples = Store(folder).read()
     trials = [s for s in samples if isinstance(s, Trial)]
     assert set(Counter(s.key for s in trials).values()) == {1}
@@ -70,17 +67,6 @@ def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
     stock, dense, topk = (rows[f"none/{m}"].purpose_bytes["reduce"] for m in METHODS)
     assert dense == pytest.approx(stock / 2, rel=0.02)
     assert 0 < 10 * topk < stock
-    losses = report.findings.losses
-    for method in METHODS:
-        plain_loss, kept = losses[f"none/{method}"], losses[f"block/{method}"]
-        assert plain_loss.train_losses == kept.train_losses
-        assert plain_loss.heldout_loss == kept.heldout_loss < kept.train_losses[0]
-        assert all(math.isfinite(one) for one in kept.train_losses)
-    # the warm-up is dense; a loss is taken before its step's update
-    same = losses["none/topk"].start_step + 1
-    assert same == STEPS // 4 + 1
-    assert losses["none/topk"].train_losses[:same] == losses["none/dense"].train_losses[:same]
-    assert losses["none/topk"].train_losses != losses["none/dense"].train_losses
     assert "<svg" in (folder / "report.html").read_text()
     for process in psutil.process_iter(["cmdline"]):
         assert str(folder) not in " ".join(process.info["cmdline"] or [])

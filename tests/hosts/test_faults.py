@@ -32,7 +32,6 @@ SPEC = Spec(
     rates=(None,),
     repetitions=500,
     tokens=32,
-    loss_steps=0,
     policies=("none",),
     methods=(),
     shape=SHAPE,

@@ -8,7 +8,7 @@ Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 from __future__ import annotations
 
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, StepTime, Trial
+from ds_ckpt.lab.measure.samples import Memory, Model, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
@@ -16,7 +16,7 @@ WEIGHTS_MB = 20.0
 GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "no_comm": 0.0}
 CHANGED_MB = {"whole": 8.0, "lossless": 2.0, "zero2": 8.0}
 STORED_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
-SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5, loss_steps=3)
+SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5)
 
 
 def seconds(mb: float, rate_mbit: float) -> float:
@@ -80,14 +80,4 @@ def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
         if one.exchange == "stock":
             peak = 1_000_000 * (4 if one.policy == "none" else 2)
             found.append(Memory(policy=one.policy, peak_bytes=peak))
-        if one.method != "no_comm":
-            losses = (5.0, 4.0, 3.5 if one.method != "4bit" else 3.6)
-            found.append(
-                Loss(
-                    configuration=one.name,
-                    start_step=0,
-                    heldout_loss=losses[-1],
-                    train_losses=losses,
-                )
-            )
     return found

@@ -67,7 +67,7 @@ def test_the_text_is_the_golden_one(run_folder: Path) -> None:
 def test_a_terminal_shows_the_first_table_and_the_headline(run_folder: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run_folder)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    for text in ("none/stock", "block/4bit", "3.6000", "Exactness: checkpointing", "report.html"):
+    for text in ("none/stock", "block/4bit", "steps are 1.31x", "report.html"):
         assert text in result.output, text
 
 
@@ -168,7 +168,6 @@ def test_missing_parts_come_first_and_json_has_no_nan(tmp_path: Path) -> None:
     text = report.document().markdown()
     first = text.partition("## Summary\n\n- ")[2].partition("\n")[0]
     assert first.startswith("INCOMPLETE: 100 Mbit/s: 1 of 5 repetitions; 400 Mbit/s: 1 of 5")
-    assert "no held-out loss of none/stock, none/dense, none/4bit, block/stock" in first
     assert "nan" not in text
     report.write(folder)
 

@@ -32,7 +32,7 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 ) -> None:
     """Jobs list what is missing; the first launch measures one trial and fails."""
     launched: list[dict[str, Any]] = []
-    folder, backend, spec = tmp_path / "run", MagicMock(), Spec(repetitions=1, loss_steps=0)
+    folder, backend, spec = tmp_path / "run", MagicMock(), Spec(repetitions=1)
     backend.describe.return_value = "hosts"
 
     def launch(_backend: Any, _module: str, job: dict[str, Any], *_: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 
     def begin(**changes: Any) -> None:
         run.measure(
-            Spec(**{"repetitions": 1, "loss_steps": 0, **changes}),
+            Spec(**{"repetitions": 1, **changes}),
             folder,
             backend=backend,
             console=Console(quiet=True),
@@ -74,11 +74,10 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 
 
 def test_a_complete_run_needs_no_launch() -> None:
-    spec = Spec(rates=(100.0, 50.0), repetitions=2, loss_steps=3)
+    spec = Spec(rates=(100.0, 50.0), repetitions=2)
     jobs = run.jobs(spec, set())
-    assert [job["rate"] for job in jobs] == [100.0, 50.0, None]
-    assert [job["memory"] for job in jobs] == [["none", "block"], [], []]
-    assert len(jobs[2]["losses"]) == 6  # none of those without communication
+    assert [job["rate"] for job in jobs] == [100.0, 50.0]
+    assert [job["memory"] for job in jobs] == [["none", "block"], []]
     first, second = jobs[0]["trials"][:8], jobs[0]["trials"][8:]
     assert [name for name, _ in second] == [name for name, _ in [*first[1:], first[0]]]
     done = {sample.key for sample in known.samples(spec)}
@@ -93,10 +92,10 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
     for done in range(1, 41):
         show({"words": f"{done} of 40 trials", "done": done, "total": 40})
         show({})
-    show({"words": "training none/stock for its loss", "done": 0, "total": 60})
+    show({"words": "done"})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
-    assert lines[-1] == "training none/stock for its loss"
+    assert lines[-1] == "done"
     assert len(lines) == 12
 
 
@@ -148,10 +147,10 @@ def test_the_demo_is_a_preset(
     monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no root"])
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)
-    CliRunner().invoke(app, ["measure", "--demo", "--loss-steps=8", "--baselines=zero1"])
+    CliRunner().invoke(app, ["measure", "--demo", "--baselines=zero1"])
     (spec,) = specs
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
-    assert (spec.methods, spec.repetitions, spec.loss_steps) == (("topk",), 4, 8)
+    assert (spec.methods, spec.repetitions) == (("topk",), 4)
     assert spec.baselines == ("zero1",)
 
 

@@ -40,12 +40,7 @@ class Prepared:
 
 
 class Backend:
-    """A place to launch on.
-
-    Attributes:
-        names: the hosts, rank 0's first.
-        port: master port on the first host.
-    """
+    """A place to launch on: the hosts, rank 0's first, and the master port."""
 
     names: tuple[str, ...]
     port: int
@@ -77,12 +72,7 @@ class Backend:
 
 @dataclass
 class Hostfile(Backend):
-    """Real machines. This one must be the first of them, or share the launch's folder with it.
-
-    Args:
-        hostfile: DeepSpeed's.
-        interface: to the other hosts, the same on all; None leaves the choice to gloo or NCCL.
-    """
+    """Real machines, this one the first; without `interface` gloo or NCCL choose one."""
 
     hostfile: Path
     interface: str | None = None
@@ -122,11 +112,7 @@ class Hostfile(Backend):
 
 @dataclass
 class Loopback(Backend):
-    """This machine alone; the link between its processes is memory.
-
-    Args:
-        gpus: use GPUs if there is one per process and DS_ACCELERATOR is not `cpu`.
-    """
+    """This machine alone, with GPUs if wanted, enough and not refused by DS_ACCELERATOR."""
 
     processes: int = 2
     gpus: bool = False
@@ -211,10 +197,7 @@ def free_port() -> int:
 
 
 def exported(everywhere: Mapping[str, str], folder: Path) -> str:
-    """Write the file that DeepSpeed exports on every host: the user's own, then these settings.
-
-    Values are not quoted, because pdsh would strip quotes.
-    """
+    """Write DS_ENV_FILE: the user's own exports, then these, unquoted as pdsh strips quotes."""
     path, name = folder / "deepspeed_env", os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     theirs = (Path(place, name) for place in (Path.home(), "."))  # where DeepSpeed looks
     lines = [line for file in theirs if file.is_file() for line in file.read_text().splitlines()]
@@ -248,10 +231,7 @@ def sent_bytes(interface: str) -> int:
 
 
 def link_interface(where: str) -> str | None:
-    """Return the interface to the other hosts: gloo's or NCCL's, or the default route's.
-
-    None without counters to read (not Linux).
-    """
+    """Return the interface to the other hosts; None without counters to read (not Linux)."""
     if not _ROUTES.exists():
         return None
     if where != "hostfile":

@@ -114,17 +114,8 @@ def namespace(pid: int) -> str | None:
 class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
-    Args:
-        count: 1 to 200.
-        rate_mbit: in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited.
-        slots: processes per host, for the hostfile.
-
-    Attributes:
-        hosts: while the context is open.
-        folder: of the set, removed with the context.
-
-    Raises:
-        HostsError: on entering, if `missing()` has reasons or a host does not come up.
+    Rates are in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited.
+    Entering raises HostsError if `missing()` has reasons or a host does not come up.
     """
 
     def __init__(
@@ -159,10 +150,7 @@ class EmulatedHosts(Backend):
         self.down()
 
     def down(self) -> None:
-        """Kill the hosts and their processes, and wait for their end; idempotent.
-
-        `unshare` ends after its host's first process, and that after all others of the host.
-        """
+        """Kill the hosts and their processes, and wait for their end; idempotent."""
         spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
@@ -205,11 +193,7 @@ class EmulatedHosts(Backend):
         self.down()
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
-        """Prepare `argv` to run in the first host, in `folder`.
-
-        A leading `deepspeed` gets options for all the hosts. Other commands find a hostfile in
-        `DS_CKPT_HOSTFILE`, and settings for pdsh in the environment.
-        """
+        """Prepare `argv` to run in the first host; a leading `deepspeed` gets options for all."""
         self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
         where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
@@ -362,11 +346,7 @@ def _child_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def _collect_adopted(spaces: set[str | None]) -> None:
-    """Reap processes of these namespaces that became this process's children.
-
-    That happens if this process is a subreaper and an `nsenter` was killed before its child. The
-    kernel keeps a host's first process until all others of the host have been reaped.
-    """
+    """Reap processes of these namespaces that this process, a subreaper, has inherited."""
     for child in psutil.Process().children():
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{child.pid}/ns/pid") in spaces:

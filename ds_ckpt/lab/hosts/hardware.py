@@ -65,12 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equally many devices.
-
-    Attributes:
-        text: the cluster's name.
-        rate, latency: of a node's link, in bit/s and s.
-    """
+    """Nodes of equally many devices; rate and latency of a node's link are in bit/s and s."""
 
     text: str
     nodes: int
@@ -118,12 +113,9 @@ class Hardware:
     def cluster(
         self, text: str, needed: tuple[str, ...], links: Path | None = None
     ) -> Cluster | None:
-        """Parse a cluster's name; None, with a problem, if the form is wrong.
+        """Parse a cluster's name like `EXAMPLE`; None, with a problem, if the form is wrong.
 
-        Args:
-            text: as in `EXAMPLE`.
-            needed: figures of the accelerator.
-            links: of `ds-ckpt probe`, in place of the text's rate and latency.
+        `links` is a file of `ds-ckpt probe`, in place of the text's rate and latency.
         """
         found = _CLUSTER.fullmatch(" ".join(text.split()))
         if found is None or not (found[4] or links or found[1] == "1"):

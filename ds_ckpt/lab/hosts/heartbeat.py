@@ -4,13 +4,9 @@ job.json      work for the launched processes; rank 0 reads and broadcasts it
 events.jsonl  progress, appended by rank 0
 alive         identity of the launch, renewed by the launcher
 
-Every process reports progress with `Heartbeat.beat`. Three silences end a launch:
-
-    a process without progress for `stall_s` ends itself, on whatever host: a collective whose peer
-        is gone would wait for half an hour, and ssh may be gone with the network
-    rank 0 ends if `alive` is not renewed for `ORPHANED_S` or names another launch; the others then
-        make no progress
-    the launcher ends everything if rank 0 reports nothing for `stall_s`
+A process without progress for `stall_s` ends itself, on whatever host. Rank 0 also ends if `alive`
+is not renewed for `ORPHANED_S` or names another launch. The launcher ends everything if rank 0
+reports nothing for `stall_s`.
 """
 
 from __future__ import annotations

@@ -66,10 +66,7 @@ class LaunchError(DsCkptError, RuntimeError):
 
 
 def check_hosts(hosts: Backend) -> None:
-    """Check all hosts at once: ssh, this Python, its modules, the first one's port.
-
-    Raises HostError with every problem.
-    """
+    """Check ssh, Python, modules and the port on all hosts at once; HostError has every problem."""
 
     def examine(name: str) -> Problem | None:
         port = hosts.port if name == hosts.names[0] else 0
@@ -128,18 +125,12 @@ def launch(
 ) -> None:
     """Run `module` on all hosts of a backend, until it ends.
 
-    Args:
-        backend: place to launch on.
-        module: calls `heartbeat.begin`.
-        job: JSON; `heartbeat.begin` returns it to every process.
-        folder: for job, events and log; seen by this process and rank 0.
-        stall_s: limit without progress; longer than the longest step.
-        limit_s: limit of the whole launch.
-        on_event: receives what rank 0 passes to `Heartbeat.beat`, also before a failure.
+    The module calls `heartbeat.begin`, which returns `job` to every process. Rank 0 must see
+    `folder`, too. `on_event` receives what rank 0 passes to `Heartbeat.beat`.
 
     Raises:
         HostError: a host no longer answers.
-        LaunchError: the processes failed, were silent, or took too long.
+        LaunchError: the processes failed, made no progress for `stall_s`, or exceeded `limit_s`.
     """
     folder = folder.absolute()
     (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
@@ -171,11 +162,7 @@ def deepspeed(
     limit_s: float = 240.0,
     poll: Callable[[], None] = lambda: None,
 ) -> str:
-    """Run `deepspeed ... argv` in `folder` over all hosts of a backend; return its output.
-
-    `poll` is called a few times a second. Raises LaunchError or HostError; no process of it runs
-    here afterwards.
-    """
+    """Run `deepspeed ... argv` in `folder` over all hosts, as `run`; return its output."""
     prepared = backend.prepare(["deepspeed", *argv], folder)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_shared_buffers, backend.port)
@@ -191,10 +178,10 @@ def run(
     poll: Callable[[], None] = lambda: None,
     backend: Backend | None = None,
 ) -> str:
-    """Run a command in `folder` with its output in `LOG`; return the output.
+    """Run a command in `folder`, with a session of its own, and its output in `LOG`; return that.
 
-    It gets a session of its own, all of which is killed at the end. If it fails, hangs, or `poll`
-    raises, the backend's hosts are checked.
+    `poll` is called a few times a second. If it raises, or the command fails or takes too long, the
+    backend's hosts are checked.
     """
     log, where = folder / LOG, " ".join(prepared.command)
     with log.open("wb") as sink:
@@ -234,10 +221,7 @@ def run_in_foreground(prepared: Prepared) -> int:
 
 
 def log_tail(log: Path) -> str:
-    """Return the first traceback of a log, or else its last lines.
-
-    Processes fail one after the other: the first traceback is the cause.
-    """
+    """Return the first traceback of a log, which is the cause of others, or else its last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     found = lines[-_LOG_LINES:]
     starts = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
@@ -250,11 +234,7 @@ def log_tail(log: Path) -> str:
 
 @contextlib.contextmanager
 def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
-    """Remove the lock of an interrupted build of DeepSpeed's CPU operator if the block fails.
-
-    `deepspeed.comm` builds `deepspeed_shm_comm` at the first start on a machine without GPUs, which
-    no setting disables. torch waits for the lock without a limit.
-    """
+    """Remove the lock, for which torch waits forever, of a failed build of the CPU operator."""
     named = environment.get("TORCH_EXTENSIONS_DIR")
     compiled = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
     pattern = "**/deepspeed_shm_comm/lock"
@@ -268,10 +248,7 @@ def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Free the memory that DeepSpeed's CPU operator leaves: 69 MB per process and start.
-
-    Its segments in /dev/shm have the master port in their names, so those of other runs stay.
-    """
+    """Free the memory that DeepSpeed's CPU operator leaves: 69 MB per process and start."""
     for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         with contextlib.suppress(OSError):
             segment.unlink()

@@ -42,10 +42,7 @@ _FIRST_BYTES, _MESSAGE_BYTES = 1 << 20, 1 << 24
 
 @dataclass(frozen=True)
 class Pair:
-    """Link between two nodes. Rates are of payload; forward is from the first to the second.
-
-    `both_bytes_per_s` is the rate in each direction while both nodes send.
-    """
+    """Link between two nodes. Rates are of payload; `both` is each way while both nodes send."""
 
     first: str
     second: str
@@ -155,16 +152,9 @@ def probe(
     seconds: float = 1.0,
     on_event: Callable[[dict[str, Any]], object] = lambda event: None,
 ) -> Links:
-    """Measure the links between nodes, which need this Python environment at the same path.
+    """Measure the links between two nodes or more, `seconds` or longer per rate.
 
-    Args:
-        hosts: at least two.
-        seconds: least duration of a transfer.
-        on_event: called with `words` before each pair.
-
-    Raises:
-        UnsupportedError: fewer than two nodes.
-        HostError, LaunchError: as of `launch`.
+    `on_event` receives `words` before each pair. Raises UnsupportedError, and as `launch`.
     """
     count = len(hosts.names)
     if count < 2:

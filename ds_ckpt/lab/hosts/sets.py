@@ -49,13 +49,9 @@ def owner_of(folder: Path) -> psutil.Process | None:
 
 
 def take_down(*, living: bool = False) -> tuple[list[str], list[str]]:
-    """Remove this user's folders of sets whose owner has ended.
+    """Remove this user's folders of sets whose owner has ended; return their names, and others'.
 
-    Args:
-        living: end the owners that run first, which take their sets down.
-
-    Returns:
-        Names of the sets that were taken down, and of those left alone because their owner runs.
+    With `living`, owners that run are ended first, and take their sets down.
     """
     removed, left = [], []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):

@@ -36,16 +36,7 @@ Value = Estimate | float | None
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration at one rate. Bytes are per step.
-
-    Attributes:
-        tokens: per step, of all processes.
-        purpose_bytes: of all processes.
-        far_bytes: sent to other nodes by purpose, the mean over nodes.
-        link_bytes: of the node that sends most.
-        stored_weight_bytes: of a process.
-        peak_bytes: activations of a process.
-    """
+    """A configuration at one rate. Bytes are per step: by purpose of all ranks, else of a node."""
 
     configuration: str
     rate_mbit: float | None
@@ -58,7 +49,6 @@ class Row:
     interface_bytes: float
     stored_weight_bytes: float
     peak_bytes: float | None
-    heldout_loss: float | None
 
     def part_s(self, *names: str) -> float:
         """Sum some parts of the step."""
@@ -78,7 +68,6 @@ class Figure(Generic[Of]):
     title: str
     unit: str
     of: Callable[[Of], Value]
-    shown_as: Callable[[float], str] = number
 
     @property
     def heading(self) -> str:
@@ -93,7 +82,7 @@ class Figure(Generic[Of]):
             value = Estimate(value, value, value)
         scale = 1 / MB if self.unit.startswith("MB") else 1.0
         ends = (value.value, value.low, value.high)
-        middle, low, high = ("-" if math.isnan(v) else self.shown_as(scale * v) for v in ends)
+        middle, low, high = ("-" if math.isnan(v) else number(scale * v) for v in ends)
         return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -124,17 +113,12 @@ MEASURED: list[Figure[Row]] = [
     _far("link_gradient_bytes", "link: gradients", "reduce"),
     Figure("stored_weight_bytes", "stored weights", "MB", lambda r: r.stored_weight_bytes),
     Figure("peak_bytes", "peak activations", "MB", lambda r: r.peak_bytes),
-    Figure("heldout_loss", "held-out loss", "", lambda r: r.heldout_loss, "{:.4f}".format),
 ]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policy P and exchange C at one rate, with the rows that they are looked up in.
-
-    Attributes:
-        method: `Configuration.exchange` of C.
-    """
+    """Policy P and exchange C at one rate, with the rows that they are looked up in."""
 
     rows: Mapping[str, Row]
     policy: str

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Comparison, Estimate, Row
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Loss, Memory, Sample, Trial
-from ds_ckpt.lab.measure.spec import BASELINES, DENSE, NO_COMM, Configuration, Spec, link
+from ds_ckpt.lab.measure.samples import Memory, Sample, Trial
+from ds_ckpt.lab.measure.spec import DENSE, Configuration, Spec, link
 from ds_ckpt.lab.report.charts import missing as missing_package
 from ds_ckpt.telemetry.units import number
 
@@ -42,7 +42,6 @@ class Findings:
     spec: Spec
     rows: list[Row]
     comparisons: list[ComparisonRow]
-    losses: dict[str, Loss]
     missing: list[str]
 
     @property
@@ -70,7 +69,6 @@ class Findings:
 def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
     """Evaluate the samples; rates without a complete repetition are left out."""
     peaks = {s.policy: float(s.peak_bytes) for s in samples if isinstance(s, Memory)}
-    losses = {s.configuration: s for s in samples if isinstance(s, Loss)}
     rows: list[Row] = []
     comparisons: list[ComparisonRow] = []
     missing: list[str] = []
@@ -84,33 +82,25 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
             missing.append(f"{link(rate)}: {len(numbers)} of {spec.repetitions} repetitions")
         if not numbers:
             continue
-        rows_of = functools.partial(_rows, spec, trials, peaks, losses)
+        rows_of = functools.partial(_rows, spec, trials, peaks)
         values = estimate(numbers, functools.partial(_values, spec, rows_of))
         rows += [replace(r, step_s=values[n, "step_s"]) for n, r in rows_of(numbers).items()]
         for one in spec.compared:
             mine = {f.name: e for f in DERIVED if (e := values.get((one.name, f.name)))}
             comparisons.append(ComparisonRow(rate, one.policy, one.exchange, mine))
-    trained = [c.name for c in spec.configurations if c.method != NO_COMM and spec.loss_steps]
-    if without := [name for name in trained if name not in losses]:
-        missing.append(f"no held-out loss of {', '.join(without)}")
-    return Findings(spec, rows, comparisons, losses, missing)
+    return Findings(spec, rows, comparisons, missing)
 
 
 def _rows(
     spec: Spec,
     trials: Mapping[str, Mapping[int, Trial]],
     peaks: Mapping[str, float],
-    losses: Mapping[str, Loss],
     chosen: Sequence[int],
 ) -> dict[str, Row]:
-    return {
-        name: _row(spec, [mine[n] for n in chosen], peaks, losses) for name, mine in trials.items()
-    }
+    return {name: _row(spec, [mine[n] for n in chosen], peaks) for name, mine in trials.items()}
 
 
-def _row(
-    spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float], losses: Mapping[str, Loss]
-) -> Row:
+def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row:
     """Return medians of bytes, and means over the steps in the middle half, so parts add up."""
     ordered = sorted((s for t in trials for s in t.steps), key=lambda step: step.step_s)
     cut = len(ordered) // 4
@@ -133,7 +123,6 @@ def _row(
         interface_bytes=statistics.median(t.interface_bytes for t in trials),
         stored_weight_bytes=trials[0].stored_weight_bytes,
         peak_bytes=peaks.get(Configuration.of(name).policy),
-        heldout_loss=losses[name].heldout_loss if name in losses else None,
     )
 
 
@@ -156,10 +145,7 @@ def _values(
 def estimate(
     numbers: Sequence[int], figures: Callable[[Sequence[int]], Mapping[Key, float]]
 ) -> dict[Key, Estimate]:
-    """Estimate figures from the repetitions `numbers`, with Student's interval of the jackknife.
-
-    With a single repetition the interval is the value.
-    """
+    """Estimate figures from the repetitions `numbers`, with Student's interval of the jackknife."""
     values, count = figures(numbers), len(numbers)
     if count < 2:
         return {key: Estimate(value, value, value) for key, value in values.items()}
@@ -195,28 +181,4 @@ def headline(findings: Findings) -> str:
         f"{link(one.rate_mbit)}, {one.policy} checkpointing, {one.method}: {result}. Compression "
         f"saves {number(one.values['time_freed_s'].value)} s per step, recomputation adds "
         f"{number(cost.value)} s."
-    )
-
-
-def exactness(losses: Mapping[str, Loss]) -> str:
-    """Compare every loss with that of no checkpointing and ZeRO-3's weights.
-
-    DeepSpeed baselines may sum in another order and are left out.
-    """
-    compared, different = 0, []
-    for name, loss in losses.items():
-        one = Configuration.of(name)
-        plain = losses.get(f"none/{one.method}")
-        if plain is not None and plain is not loss and one.weights not in BASELINES:
-            compared += 1
-            if loss.model_copy(update={"configuration": plain.configuration}) != plain:
-                different.append(name)
-    if different:
-        return (
-            "Exactness: NOT met. Losses differ from those without checkpointing and with ZeRO-3's "
-            f"weights in {', '.join(different)}. On CPU they must be equal: please report it."
-        )
-    return (
-        "Exactness: checkpointing and resident weights changed no loss by a single bit "
-        f"({compared} configurations compared)."
     )

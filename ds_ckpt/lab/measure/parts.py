@@ -28,12 +28,7 @@ _EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
 
 
 def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
-    """Return seconds by part, all of `PARTS`.
-
-    Args:
-        spans: of one step.
-        main: the thread that runs DeepSpeed; spans of others are ignored.
-    """
+    """Return seconds by part of one step, from the spans of the thread that runs DeepSpeed."""
     seconds = dict.fromkeys(PARTS, 0.0)
     for start_s, end_s, kinds in _innermost([s for s in spans if s.thread == main]):
         phase = next((kind for kind in kinds if kind in PHASES), None)
@@ -51,10 +46,7 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
 
 
 def _innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]:
-    """Yield stretches of one thread with the kinds of the spans around them, outermost first.
-
-    Spans of a thread nest; stretches outside of all spans are left out.
-    """
+    """Yield stretches of one thread with the kinds of the spans around them, outermost first."""
     stack: list[Span] = []
     at_s = 0.0
     for span in sorted(spans, key=lambda s: (s.start_s, s.depth)):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Row
-from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, exactness, find, headline
+from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, find, headline
 from ds_ckpt.lab.measure.run import read_runs
 from ds_ckpt.lab.measure.samples import Model, Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, link
@@ -23,7 +23,7 @@ from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 3"
 TITLE = "Step time, bytes and memory of each configuration"
-_TERMINAL = ("step_s", "link_bytes", "peak_bytes", "stored_weight_bytes", "heldout_loss")
+_TERMINAL = ("step_s", "link_bytes", "peak_bytes", "stored_weight_bytes")
 _PARTS = (
     "compute_s",
     "recompute_s",
@@ -105,8 +105,7 @@ class Report:
     def _summary(self) -> list[str]:
         missing = self.findings.missing
         again = f"INCOMPLETE: {'; '.join(missing)}. Repeat the command to continue."
-        found = [headline(self.findings), exactness(self.findings.losses)]
-        return [again, *found] if missing else found
+        return [again] * bool(missing) + [headline(self.findings)]
 
     def _table(self, rate: float | None, columns: Sequence[Figure[Row]]) -> Table:
         rows = [

@@ -25,7 +25,7 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.launcher import check_hosts, launch, signals_as_exit
 from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import NO_COMM, SPEC, Spec
+from ds_ckpt.lab.measure.spec import SPEC, Spec
 
 RUNS = "runs.jsonl"
 
@@ -39,12 +39,9 @@ def measure(
     stall_s: float = 180.0,
     limit_s: float = 6 * 3600.0,
 ) -> None:
-    """Measure what `path` does not have; `stall_s` must be longer than the longest step.
+    """Measure what `path` does not have.
 
-    Raises:
-        ConfigError: `path` holds a run of another `spec`, machine or version.
-        HostError: a node cannot take part, or has dropped out.
-        LaunchError: the launched processes failed.
+    Raises ConfigError if `path` holds a run of another `spec`, machine or version.
     """
     folder = path.absolute()  # the launched processes work in it
     _prepare(spec, folder, backend, console)
@@ -66,10 +63,7 @@ def measure(
 
 
 def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
-    """Return the launches that are needed: one per rate for trials, and one for losses.
-
-    Configurations rotate from one repetition to the next.
-    """
+    """Return the launches that are needed, one per rate; configurations rotate by repetition."""
     names = [one.name for one in spec.configurations]
     memory = [name for name in spec.policies if ("memory", name) not in done]
     found: list[dict[str, Any]] = []
@@ -83,12 +77,8 @@ def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
             (n, repeated) for n, repeated in turns if ("trial", n, rate, repeated) not in done
         ]
         if trials:
-            found.append({"rate": rate, "trials": trials, "memory": memory, "losses": []})
+            found.append({"rate": rate, "trials": trials, "memory": memory})
             memory = []
-    trained = [c.name for c in spec.configurations if c.method != NO_COMM and spec.loss_steps]
-    losses = [name for name in trained if ("loss", name) not in done]
-    if losses:
-        found.append({"rate": None, "trials": [], "memory": [], "losses": losses})
     return found
 
 

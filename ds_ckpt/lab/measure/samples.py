@@ -37,12 +37,8 @@ class StepTime(_Record):
 class Trial(_Record):
     """Consecutive timed steps of one configuration. Bytes are per step.
 
-    Attributes:
-        purpose_bytes: payload counted at the collectives, summed over the processes.
-        far_bytes: the part of it that is sent to other nodes.
-        link_bytes: sent by each node's interface to other nodes.
-        interface_bytes: sent by all interfaces, loopback included.
-        stored_weight_bytes: weights that a process stores beside the gathered ones; the largest.
+    Payload by purpose is counted at the collectives, summed over the ranks; `far_bytes` go to other
+    nodes. Interfaces send `link_bytes` from each node, and `interface_bytes` with loopback.
     """
 
     by = ("kind", "configuration", "rate_mbit", "repetition")
@@ -67,23 +63,6 @@ class Memory(_Record):
     peak_bytes: int
 
 
-class Loss(_Record):
-    """A separate training run on a link without a rate limit.
-
-    Attributes:
-        start_step: first compressed step.
-        heldout_loss: natural logarithm, per byte of text.
-        train_losses: mean over the processes, before each step's update.
-    """
-
-    by = ("kind", "configuration")
-    kind: Literal["loss"] = "loss"
-    configuration: str
-    start_step: int
-    heldout_loss: float
-    train_losses: tuple[float, ...]
-
-
 class Model(_Record):
     """The trained model and its text."""
 
@@ -93,7 +72,7 @@ class Model(_Record):
     corpus_sha256: str
 
 
-Sample = Trial | Memory | Loss | Model
+Sample = Trial | Memory | Model
 _LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="kind")])
 
 
@@ -104,10 +83,7 @@ class Store:
         self.path = folder / "samples.jsonl"
 
     def read(self) -> list[Sample]:
-        """Return every complete record, the last one of equal keys.
-
-        Raises StateError if a line that is not the last is no record.
-        """
+        """Return complete records, the last of equal keys; StateError if a line is no record."""
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         found: dict[tuple[object, ...], Sample] = {}
         for number, line in enumerate(lines, 1):

@@ -22,8 +22,6 @@ from ds_ckpt.lab.workload import llama
 
 SPEC = "spec.json"
 STOCK, DENSE, NO_COMM = "stock", "dense", "no_comm"
-REFERENCES = (STOCK, DENSE, NO_COMM)
-"""Gradient methods of every run."""
 METHODS: dict[str, dict[str, Any]] = {
     STOCK: {},
     DENSE: {"method": "dense"},
@@ -87,18 +85,9 @@ class Configuration:
 class Spec:
     """Settings that decide what a run measures. Runs with equal settings can be combined.
 
-    Attributes:
-        weights: placements beside `stock`; each with every policy and method.
-        baselines: DeepSpeed baselines; each with every policy and DeepSpeed's own reduction.
-        sections: from users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`.
-        rates: link rates in Mbit/s; None is not limited.
-        batch: sequences per process and micro-step.
-        accumulation: micro-steps per step.
-        bf16: weights, gradients and activations in bf16; else fp32.
-        repetitions: trials of each configuration at each rate.
-        steps: timed steps per trial, after `drop` steps that are not timed.
-        shape: arguments of `ds_ckpt.lab.workload.llama`.
-        model: a Hugging Face model as in `ds-ckpt profile`, in place of that Llama.
+    Placements of weights and DeepSpeed baselines are measured beside `stock`. `sections` are from
+    users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`. Rates are in Mbit/s;
+    None is not limited. Of a trial, `drop` steps are not timed. `shape` is the built-in Llama's.
     """
 
     where: Where = "emulated"
@@ -118,7 +107,6 @@ class Spec:
     steps: int = 2
     drop: int = 1
     warm_up: int = 3
-    loss_steps: int = 60
     seed: int = 1
     shape: dict[str, int] = field(default_factory=dict)
     text: str | None = None
@@ -245,20 +233,18 @@ def deepspeed_config(
     configuration: Configuration,
     *,
     parameters: int,
-    start_step: int = 0,
 ) -> dict[str, Any]:
     """Return the DeepSpeed file, with ZeRO-3 set as for a model larger than memory.
 
-    The autotuner is off, so the report also shows where compression loses. With several
-    micro-steps `dense` sends their sum once, as compressed gradients do; otherwise compression
-    would be credited with the savings of accumulation.
+    The autotuner is off, so the report also shows where compression loses. With several micro-steps
+    `dense` sends their sum once, as compressed gradients do.
     """
     compression = spec.section("compression", configuration.method)
     once = {"when": "accumulation_boundary"} if spec.accumulation > 1 else {}
     exchange: dict[str, Any] = {**once, **compression.get("exchange", {})}
     if compression and (compression["method"] != "dense" or compression.get("rules")):
         exchange["autotune"] = False
-        compression = {**compression, "warmup_steps": start_step}
+        compression = {**compression, "warmup_steps": 0}
     if compression and exchange:
         compression = {**compression, "exchange": exchange}
     sections = {

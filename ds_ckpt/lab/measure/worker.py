@@ -1,4 +1,4 @@
-"""Worker that `deepspeed` launches for `ds-ckpt measure`, once per link rate and once for losses.
+"""Worker that `deepspeed` launches for `ds-ckpt measure`, once per link rate.
 
 All configurations live in the same processes, each with an engine of its own, and their trials
 rotate, so that a disturbance of the machine affects all of them. The job lists what to measure.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +25,9 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.parts import parts
-from ds_ckpt.lab.measure.samples import Loss, Memory, Model, Sample, StepTime, Store, Trial
+from ds_ckpt.lab.measure.samples import Memory, Model, Sample, StepTime, Store, Trial
 from ds_ckpt.lab.measure.spec import (
     NO_COMM,
-    REFERENCES,
     STOCK,
     Configuration,
     Spec,
@@ -41,23 +39,18 @@ from ds_ckpt.telemetry.memory import activations_tracker
 from ds_ckpt.telemetry.timings import Spans
 from ds_ckpt.zero3.weights import forget_hpz
 
-EVALUATION_BATCHES = 24
 SETTLE_S = 0.15
 """Pause without traffic before the interfaces' counters are read."""
 
 
 class EngineRun:
-    """A configuration with its engine. Construction is collective.
+    """A configuration with its engine. Construction is collective."""
 
-    Attributes:
-        stored_weight_bytes: after the last backward.
-    """
-
-    def __init__(self, configuration: Configuration, spec: Spec, start_step: int = 0) -> None:
+    def __init__(self, configuration: Configuration, spec: Spec) -> None:
         self.configuration, self.stored_weight_bytes = configuration, 0
         model = build_model(spec)
         parameters = workload.count_parameters(model)
-        config = deepspeed_config(spec, configuration, parameters=parameters, start_step=start_step)
+        config = deepspeed_config(spec, configuration, parameters=parameters)
         self.engine, *_ = ds_ckpt.initialize(model=model, config=config)
         forget_hpz()
         session = ds_ckpt.session_of(self.engine)
@@ -74,21 +67,16 @@ class EngineRun:
         if self.session.exchange is not None:
             self.session.exchange.step.exchange.timings.spans = spans
 
-    def step(self, batches: Sequence[Any]) -> tuple[StepTime, float]:
-        """Take one optimizer step after a barrier; return its time by parts, and the loss.
+    def step(self, batches: Sequence[Any]) -> StepTime:
+        """Take one optimizer step after a barrier, including sending changed weights; return parts.
 
-        Weight changes that would be sent beside the next forward are waited for.
-
-        Args:
-            batches: of the micro-steps, as the model's forward takes them.
+        `batches` are those of the micro-steps.
         """
-        self.engine.train()
-        losses = []
         dist.barrier()
         self._record(self.spans)
         start_s = time.perf_counter()
         for batch in batches:
-            losses.append(self._backward(batch).detach())
+            self._backward(batch)
             self.stored_weight_bytes = stored_weight_bytes(self.engine.module)
             with self.spans.span("update"):
                 self._update()
@@ -97,15 +85,14 @@ class EngineRun:
         step_s = time.perf_counter() - start_s
         self._record(None)
         parts_s = parts(self.spans.take(), threading.get_ident())
-        return StepTime(step_s=step_s, parts_s=parts_s), float(sum(losses)) / len(losses)
+        return StepTime(step_s=step_s, parts_s=parts_s)
 
-    def _backward(self, batch: Any) -> torch.Tensor:
+    def _backward(self, batch: Any) -> None:
         with self.spans.span("forward"):
             loss = run_forward(self.engine, batch)
         self._set_purpose(Purpose.REDUCE)
         with self.spans.span("backward"):
             self.engine.backward(loss)
-        return loss
 
     def _update(self) -> None:
         self._set_purpose(Purpose.WEIGHTS)
@@ -118,7 +105,6 @@ class EngineRun:
 
     def peak_bytes(self, batches: Sequence[Any]) -> int:
         """Return the highest total of activations in a step, recomputation included."""
-        self.engine.train()
         peak_bytes = 0
         self._record(self.spans)
         for batch in batches:
@@ -129,24 +115,6 @@ class EngineRun:
         self._record(None)
         self.spans.take()
         return peak_bytes
-
-    def evaluate(self, text: bytes, spec: Spec) -> float:
-        """Return the held-out loss, mean over the processes."""
-        self.engine.eval()
-        losses = []
-        with torch.no_grad():
-            for batch in workload.evaluation_batches(
-                text,
-                sequences=spec.batch,
-                sequence_length=spec.tokens,
-                batches=EVALUATION_BATCHES,
-                process=dist.get_rank(),
-                processes=dist.get_world_size(),
-            ):
-                losses.append(run_forward(self.engine, of_ids(batch)).double())
-        mean = torch.stack(losses).mean()
-        dist.all_reduce(mean)
-        return float(mean) / dist.get_world_size()
 
     def end(self) -> None:
         """Free the engine's memory."""
@@ -197,8 +165,6 @@ class Worker:
             self._measure_trial(engines[name], job["rate"], repetition)
         for one in engines.values():
             one.end()
-        for name in job["losses"]:
-            self._measure_loss(Configuration.of(name))
         self.heartbeat.beat(words="done")
 
     def _measure_memory(self, one: EngineRun) -> None:
@@ -216,7 +182,7 @@ class Worker:
         before, counted = self._settled(), one.session.counters.snapshot()
         times = []
         for step in range(spec.steps):
-            times.append(one.step(self.batches(first + spec.drop + step))[0])
+            times.append(one.step(self.batches(first + spec.drop + step)))
             self.heartbeat.beat()
         delta = one.session.counters.snapshot() - counted
         link, local = (now - then for now, then in zip(self._settled(), before, strict=True))
@@ -240,25 +206,6 @@ class Worker:
                 stored_weight_bytes=max(stored),
             )
         )
-
-    def _measure_loss(self, configuration: Configuration) -> None:
-        """Train a configuration from its beginning."""
-        spec, name = self.spec, configuration.name
-        start_step = 0 if configuration.method in REFERENCES else spec.loss_steps // 4
-        one = EngineRun(configuration, spec, start_step=start_step)
-        losses = []
-        for step in range(spec.loss_steps):
-            words = f"training {name} for its loss"
-            self.heartbeat.beat(words=words, done=step, total=spec.loss_steps)
-            losses.append(one.step(self.batches(step))[1])
-        record = Loss(
-            configuration=name,
-            start_step=start_step,
-            heldout_loss=one.evaluate(self.text.heldout, spec),
-            train_losses=tuple(map(statistics.fmean, zip(*gathered(losses), strict=True))),
-        )
-        one.end()
-        self._append(record)
 
     def _settled(self) -> tuple[int, int]:
         """Read the bytes sent by the link and by loopback, while nothing is being sent."""

@@ -36,12 +36,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows from the top down, with stacked bands.
-
-    Attributes:
-        notes: at the ends of the bars.
-        shaded: width of the grey band to either side of zero.
-    """
+    """Rows from the top down, with stacked bands, and grey up to `shaded` on both sides of zero."""
 
     names: Sequence[str]
     x: str

@@ -85,13 +85,10 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """Heads and rows of text.
+    """Heads and rows of text: words with `prose`, else numbers, which are aligned to the right.
 
-    Attributes:
-        prose: cells have words; else numbers, which are aligned to the right.
-        meanings: explanations under the page's heads.
-        tones: of the second cell of each row: "good", "bad" or "".
-        page_only: heads of columns that a terminal leaves out.
+    `meanings` stand under the page's heads, `tones` ("good", "bad") colour each row's second cell,
+    a terminal leaves the columns of `page_only` out.
     """
 
     kind = "table"
@@ -190,10 +187,7 @@ class Document:
                 console.print(part, soft_wrap=isinstance(block, Code))
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        """Write `report.html` and `report.md` into the folder; return their paths.
-
-        Raises UnsupportedError without the page's packages; the Markdown is written then.
-        """
+        """Write `report.md` and `report.html`; UnsupportedError without the page's packages."""
         page, text = folder / "report.html", folder / "report.md"
         text.write_text(self.markdown(), encoding="utf-8")
         page.write_text(self.html(), encoding="utf-8")
