@@ -17,12 +17,11 @@ import torch
 from rich.console import Console
 
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.lab.hosts.backends import Loopback
 from ds_ckpt.lab.validate import processes
 from ds_ckpt.lab.validate.compare import MARGINS, Comparison, compare, exit_code
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.experiment import DENSE, Plan, read_candidates
-from ds_ckpt.lab.validate.processes import engine_config, run_processes
+from ds_ckpt.lab.validate.processes import run_processes
 from ds_ckpt.lab.validate.report import document
 from ds_ckpt.lab.validate.runs import Outcome, Result, add_result, read_results
 from ds_ckpt.lab.validate.task import Task, TaskSpec
@@ -213,15 +212,6 @@ def test_runs_are_found_by_everything_they_depend_on(
     assert key() != before
 
 
-def test_equal_runs_are_trained_once(tmp_path: Path, four_bits: Path) -> None:
-    copy = config_file(tmp_path, "other")
-    copy.write_bytes(four_bits.read_bytes())
-    missing = Plan(opened(), read_candidates([four_bits, copy]), range(2)).missing({})
-    assert [(seed, c.name) for seed, c in missing] == [
-        (0, "dense"), (0, "four"), (1, "dense"), (1, "four"),
-    ]  # fmt: skip
-
-
 def test_a_torn_line_is_overwritten_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     result = Result("t", "x", outcome(2.0), 1.0, {}, "d")
@@ -253,15 +243,15 @@ def test_dense_training_is_not_compared_with_itself(
         read_candidates([config_file(tmp_path, "plain", **section)], mode)
 
 
-def test_names_are_unique(tmp_path: Path) -> None:
-    files = [
-        config_file(tmp_path / folder, "same", compression={"method": method})
-        for folder, method in (("a", "quantize"), ("b", "topk"), ("c", "dense"))
-    ]
-    found = read_candidates(files, "processes")
-    assert found[0].name == "same"
-    assert len({c.name for c in found}) == 3
-    assert [c.lossy for c in found] == [True, True, False]
+def test_equal_runs_are_trained_once_and_names_are_unique(tmp_path: Path, four_bits: Path) -> None:
+    copy = config_file(tmp_path / "other", "four")
+    copy.write_bytes(four_bits.read_bytes())
+    candidates = read_candidates([four_bits, copy])
+    assert len({c.name for c in candidates}) == 2
+    missing = Plan(opened(), candidates, range(2)).missing({})
+    assert [(seed, c.name) for seed, c in missing] == [
+        (0, "dense"), (0, "four"), (1, "dense"), (1, "four"),
+    ]  # fmt: skip
 
 
 def test_reports_contain_everything_and_load_nothing(tmp_path: Path, four_bits: Path) -> None:
@@ -285,32 +275,19 @@ def test_reports_contain_everything_and_load_nothing(tmp_path: Path, four_bits: 
     assert "src=" not in page
 
 
-def test_an_empty_section_is_a_candidate_of_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "empty.json"
-    file.write_text(json.dumps({"activation_checkpointing": {}, "ds_ckpt": None}))
-    config = engine_config(TASK, str(file), 0)
-    assert config["ds_ckpt"] == {"telemetry": {"enabled": True}}
-    assert config["activation_checkpointing"] == {}
-
-
 def test_the_launch_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[dict[str, Any]] = []
     plan = Plan(opened(world=3), (), range(1), "processes")
 
     def launch(
-        backend: Loopback, module: str, job: Any, folder: Path, *, on_event: Any, stall_s: float
+        backend: Any, module: str, job: Any, folder: Path, *, on_event: Any, stall_s: float
     ) -> None:
-        launched.append({"backend": backend, "folder": folder, "stall_s": stall_s, **job})
+        assert (backend.processes, backend.gpus) == (3, True)
+        assert job["results"] == str(tmp_path / "r.jsonl")
+        assert 600 < stall_s < 3600  # a hang ends, a slow step does not
         on_event({"kind": "begun"})
         on_event({"kind": "progress", "name": "dense", "done": 10, "loss": 1.0})
 
     monkeypatch.setattr(processes, "launch", launch)
     reported: list[tuple[str, int, float]] = []
-    results, folder = tmp_path / "r.jsonl", tmp_path / "new"
-    run_processes(plan, results, folder, lambda *event: reported.append(event))
-    (once,) = launched
+    run_processes(plan, tmp_path / "r.jsonl", tmp_path, lambda *event: reported.append(event))
     assert reported == [("dense", 10, 1.0)]
-    assert (once["backend"].processes, once["backend"].gpus) == (3, True)
-    assert once["folder"].is_dir()
-    assert once["results"] == str(results)
-    assert 600 < once["stall_s"] < 3600  # a hang ends, a slow step does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +41,9 @@ class World:
         self.transports: list[VirtualTransport] = [
             between[p % self.local].transports[p // self.local] for p in range(self.world)
         ]
-        self.feedbacks = [
-            Feedback(
-                enabled=self.error_feedback,
-                accumulates=self.holds,
-                dtype=self.residual_dtype,
-                seed=p,
-            )
-            for p in range(self.world)
-        ]
+        options: Any = {"enabled": self.error_feedback, "accumulates": self.holds}
+        options["dtype"] = self.residual_dtype
+        self.feedbacks = [Feedback(**options, seed=p) for p in range(self.world)]
         self.factors = [Factors() for _ in range(self.world)]
         self.exchanges = [
             AllToAllExchange(
@@ -80,10 +75,7 @@ class World:
         return self.virtual.run(work)
 
     def hold(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[Sequence[Tensor]],
-        loss_scale: float = 1.0,
+        self, names: Sequence[str], gradients: Sequence[Sequence[Tensor]], loss_scale: float = 1.0
     ) -> list[list[Tensor]]:
         """As `reduce`, for a micro-step whose exchange is put off."""
 
@@ -93,18 +85,14 @@ class World:
         return self.virtual.run(work)
 
     def commit(self) -> None:
-        for feedback in self.feedbacks:
-            feedback.commit()
-        for factors in self.factors:
-            factors.commit()
+        for state in (*self.feedbacks, *self.factors):
+            state.commit()
         for exchange in self.exchanges:
             exchange.reset_step()
 
     def rollback(self) -> None:
-        for feedback in self.feedbacks:
-            feedback.rollback()
-        for factors in self.factors:
-            factors.rollback()
+        for state in (*self.feedbacks, *self.factors):
+            state.rollback()
         for exchange in self.exchanges:
             exchange.reset_step()
 
