@@ -35,13 +35,14 @@ def test_a_method_that_loses_something_fails_its_check(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_check, "METHODS", {"4 bits": codec})
     monkeypatch.setattr(gpu_check, "RESIDUALS", gpu_check.RESIDUALS[:1])
     assert gpu_check.run("law3", CPU)["ok"]
-    pack = type(codec).pack_rows
+    pack = type(codec).pack_all
 
-    def forgets(self: object, values: torch.Tensor, out: torch.Tensor) -> None:
-        pack(codec, values, out)
-        values[:, ::7] = 0.0
+    def forgets(self: object, shards: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pack(codec, shards)
+        for values, _ in shards:
+            values[:, ::7] = 0.0
 
-    monkeypatch.setattr(type(codec), "pack_rows", forgets)
+    monkeypatch.setattr(type(codec), "pack_all", forgets)
     result = gpu_check.run("law3", CPU)
     assert not result["ok"]
     assert "AssertionError" in result["error"]
