@@ -227,7 +227,7 @@ class _Mlp(_Parts):
 @register_policy
 class _EveryN(RecomputePolicy):
     name, compared = "every_n", ({"every_n": 2},)
-    every_n: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
+    every_n: int = Field(
         default=2,
         ge=2,
         description='Policy "every_n": stride of recomputed blocks, starting at the first. 2 keeps '
@@ -244,7 +244,7 @@ class _EveryN(RecomputePolicy):
 @register_policy
 class _Segments(RecomputePolicy):
     name = "segments"
-    segment_size: Annotated[int, Expects("a whole number, 2 or more", "2")] = Field(
+    segment_size: int = Field(
         default=2,
         ge=2,
         description='Policy "segments": neighbouring blocks in one recomputation. Only the '

@@ -38,19 +38,18 @@ SETS = ("matmuls", "attention", "qkvo", "gate")
 """All products and attention cores; cores; products inside attention; first product of MLPs."""
 
 
-def _overloads(names: Sequence[str]) -> frozenset[Any]:
+@functools.cache
+def _overloads(names: tuple[str, ...]) -> frozenset[Any]:
     packets = [p for name in names if (p := getattr(torch.ops.aten, name, None)) is not None]
     found = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
     return frozenset(o for o in found if not o._schema.is_mutable)
 
 
-@functools.cache
 def products() -> frozenset[Any]:
     """Return matrix products and convolutions."""
     return _overloads(_PRODUCTS)
 
 
-@functools.cache
 def cores() -> frozenset[Any]:
     """Return attention cores."""
     return _overloads(_CORES)
