@@ -1,9 +1,8 @@
 """For DeepSpeed's own tests: `dense` in every engine of stage 3 (`benchmarks/deepspeeds_tests.py`).
 
-As a pytest plugin (`-p tests.injected`) it writes a line of JSON for each test. Their processes are
-forks of a server that imports this module first: they begin at once, no test waits for a compiler,
-and, where `INJECT` names a file, `deepspeed.initialize` is that of the plugin before a test is
-imported. That file gets a line for each engine that has a session.
+As a pytest plugin (`-p tests.injected`) it writes a line of JSON for each test. If `INJECT` names a
+file, `deepspeed.initialize` is the plugin's before a test is imported, and the file gets a line for
+each engine that has a session. Processes fork from a server that has imported this module.
 """
 
 from __future__ import annotations
@@ -110,26 +109,27 @@ def _write(**line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+_REPORTS = pytest.StashKey[list[pytest.TestReport]]()
+_WORST = ("failed", "skipped", "passed")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """What is written when a test begins stays the last line where it never ends."""
+    """Write a line before and after the test; the first is the last one if it never ends."""
     _write(test=item.nodeid, outcome="never ended")
-    item.stash[_REPORTS] = []
+    reports = item.stash[_REPORTS] = []
     before, start = _engines(), time.monotonic()
     try:
         return (yield)
     finally:
-        reports = item.stash[_REPORTS]
-        outcomes = [_outcome(report) for report in reports]
-        worst = min(outcomes, key=_WORST.index, default="never ended")
-        said = next((_said(r) for r, o in zip(reports, outcomes, strict=True) if o == worst), "")
-        _write(
-            test=item.nodeid,
-            outcome=worst,
-            said=said if worst != "passed" else "",
-            engines=_engines() - before,
-            seconds=time.monotonic() - start,
-        )
+        for worst in sorted(reports, key=lambda report: _WORST.index(report.outcome))[:1]:
+            _write(
+                test=item.nodeid,
+                outcome=worst.outcome,
+                said="" if worst.passed else str(worst.longrepr)[-500:],
+                engines=_engines() - before,
+                seconds=time.monotonic() - start,
+            )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,21 +137,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, pytest.
     report = yield
     item.stash[_REPORTS].append(report)
     return report
-
-
-_REPORTS = pytest.StashKey[list[pytest.TestReport]]()
-_WORST = ["failed", "xpassed", "xfailed", "skipped", "passed"]
-
-
-def _outcome(report: pytest.TestReport) -> str:
-    if hasattr(report, "wasxfail"):
-        return {"skipped": "xfailed", "passed": "xpassed"}.get(report.outcome, report.outcome)
-    return report.outcome
-
-
-def _said(report: pytest.TestReport) -> str:
-    """The error in words, or why it was skipped."""
-    if isinstance(report.longrepr, tuple):
-        return report.longrepr[2]
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return crash.message if crash else str(report.longrepr or "")

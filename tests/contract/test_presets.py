@@ -19,22 +19,12 @@ from ds_ckpt.config import load_file, parse
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))
+_NUMBERS = {"learning_rate": 3e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8}
+_NUMBERS |= {"world_size": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+_NUMBERS |= {"max_grad_norm": 1.0, "weight_decay": 0.1}
+_SWITCHES = dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval", "save_on_each_node"), False)
 TRAINER_ARGUMENTS = SimpleNamespace(
-    world_size=1,
-    per_device_train_batch_size=4,
-    gradient_accumulation_steps=1,
-    max_grad_norm=1.0,
-    learning_rate=3e-4,
-    adam_beta1=0.9,
-    adam_beta2=0.95,
-    adam_epsilon=1e-8,
-    weight_decay=0.1,
-    save_on_each_node=False,
-    fp16=False,
-    fp16_full_eval=False,
-    bf16=True,
-    bf16_full_eval=False,
-    get_warmup_steps=lambda steps: steps // 10,
+    **_NUMBERS, **_SWITCHES, bf16=True, get_warmup_steps=lambda steps: steps // 10
 )
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
 

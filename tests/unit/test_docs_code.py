@@ -12,9 +12,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -46,15 +45,10 @@ OWN = (
 """Files that a reader has or that a command writes."""
 
 QUICK = r"ds-ckpt (validate (examples|ds_configs)/|schema -o|hosts list|doctor)"
-SLOW = (
-    r"ds-ckpt (profile demo(?!.*--real)|plan )|"
-    r"deepspeed (--num_gpus 2 )?(--module ds_ckpt\.run )?(examples/|train\.py)"
-)
 _FENCE = re.compile(r"^( *)```(.*)\n([\s\S]*?)^\1```", re.M)
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     """A fenced block, a line of one, or a span of a sentence."""
 
     page: Path
@@ -187,16 +181,6 @@ def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "ds_ckpt.initialize(model=model" in block.text, "no test runs this block"
 
 
-@pytest.mark.parametrize("block", _in("toml"))
-def test_an_entry_point_names_what_the_page_defines(block: Code) -> None:
-    group, line = block.text.strip().splitlines()
-    assert group == '[project.entry-points."ds_ckpt.compressors"]'
-    name, _, target = line.partition(" = ")
-    with guide.registered() as method:
-        assert json.loads(target) == f"my_signs:{method.__name__}"
-        assert name == method.name
-
-
 # commands
 
 
@@ -241,16 +225,6 @@ def test_quick_commands_run(code: Code) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("code", _once([c for c in TYPED + NAMED if re.match(SLOW, c.text)]))
-def test_other_commands_run(code: Code) -> None:
-    command = re.sub("--steps 100?", "--steps 8", code.text)
-    if re.search(r"examples/|train\.py --deepspeed_config zero3", command):
-        command += "" if "--steps" in command else " --steps 8"
-    assert _run(command)
-
-
-@pytest.mark.slow
 def test_a_printed_plan_is_what_is_printed() -> None:
     """Word by word: where cells are broken depends on the terminal's width."""
     command, printed = (b.text for b in _blocks(ROOT / "docs" / "plan.md"))
@@ -260,17 +234,15 @@ def test_a_printed_plan_is_what_is_printed() -> None:
 
 
 def _run(command: str) -> str:
-    """Run as a reader does, in the reader's folder, at a free port."""
+    """Run in the reader's folder, at a free port."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = re.sub(r"^ds-ckpt", f"{sys.executable} -m ds_ckpt.cli", command)
     command = re.sub(r"^deepspeed", f"deepspeed --master_port={free_port()}", command)
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", f"{command} 2>&1"],
         env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=280,
     )
@@ -313,7 +285,7 @@ def test_files_and_tests_in_sentences_are_there() -> None:
         capture_output=True,
         text=True,
     ).stdout.split()
-    names = listed or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
+    names = listed or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.*")]
     modules = {Path(n).stem: ROOT / n for n in names if re.match(r"tests/.*\.py$", n)}
     source = "\n".join(path.read_text() for path in modules.values() if path.exists())
     tests = {*re.findall(r"def (test_\w+)", source), *modules}
