@@ -39,12 +39,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """Sizes of a model's parameters, in elements.
-
-    Attributes:
-        shapes: of trainable parameters, by name.
-        embeddings: names of embedding weights that no other layer shares.
-    """
+    """Sizes of a model's parameters, in elements; shapes of the trainable ones, by name."""
 
     counts: tuple[int, ...]
     trainable: tuple[int, ...]
@@ -77,15 +72,12 @@ class States:
     """Bytes that one rank keeps beside activations.
 
     Attributes:
-        assumed: no configuration was given: ZeRO stage 3 with AdamW.
         gathered_bytes: weights gathered at a time, at most.
         communication_bytes: the reduce bucket, and the copy that its reduction sends.
         trainable_bytes: gradients of one rank before they are sharded.
         temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
         host_bytes: in host memory; not part of the other fields.
-        hosts: with equally many ranks each; None: not known.
         host_copy_bytes: this rank's part of its node's copy of the weights.
-        residual_bytes: of gradient compression.
     """
 
     world: int
@@ -128,14 +120,10 @@ def estimate(
 ) -> tuple[States, tuple[str, ...]]:
     """Return the states, and the assumptions where the configuration is silent.
 
-    Args:
-        parameters: of the model.
-        config: the DeepSpeed JSON; None: ZeRO stage 3, AdamW.
-        world: ranks that share the model.
-        hosts: nodes with equally many ranks; None: not known.
+    Without a configuration (the DeepSpeed JSON) ZeRO stage 3 and AdamW are assumed.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: the ranks cannot be divided among the hosts.
     """
     notes: list[str] = []
     zero = lookup(config, ("zero_optimization",)) or {}

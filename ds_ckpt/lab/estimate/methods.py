@@ -44,11 +44,7 @@ RESIDENT = {"whole": "none", "lossless": "lossless"}
 
 @dataclass(frozen=True)
 class Method:
-    """One method for gradients.
-
-    Attributes:
-        section: `ds_ckpt.compression`; empty: DeepSpeed's own.
-    """
+    """One method for gradients; without a section DeepSpeed's own."""
 
     name: str
     section: Mapping[str, Any] = field(default_factory=dict)
@@ -78,9 +74,8 @@ class Method:
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
-    Without error feedback each of the `exchanging` ranks, or nodes, rounds off its share for good,
-    so the loss grows with their number (docs/accuracy.md): only verdicts with as many workers, or
-    with the next more, count.
+    Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good, so
+    only verdicts with as many workers, or with the next more, count (docs/accuracy.md).
     """
     once = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
     allowed = [Method(STOCK), Method(DENSE, {"method": "dense"}), Method(DENSE_ONCE, once)]
@@ -106,7 +101,6 @@ def gradients(
     method: Method,
     model: Model,
     machine: Machine,
-    *,
     itemsize: int,
     accumulation: int,
     bytes_per_s: float,
@@ -169,10 +163,7 @@ def _moved(compressor: Compressor | None) -> tuple[float, float]:
 
 
 def weights(name: str, machine: Machine, itemsize: int) -> Weights | None:
-    """Return one rank's changes of resident weights; None for a name that is not of `RESIDENT`.
-
-    Packets are on the CPU. Lossless changes are coded on one core.
-    """
+    """Return one rank's changes of resident weights; None for a name that is not of `RESIDENT`."""
     if name not in RESIDENT:
         return None
     hosts, shard = machine.hosts, 1 / machine.ranks

@@ -34,12 +34,7 @@ ACTIVATIONS = Allowance(0, "activations")
 
 @dataclass(frozen=True)
 class Stretch:
-    """Parameters that are gathered one after the other: a block, or the part before or after.
-
-    Attributes:
-        shapes: by name, of its own parameters.
-        tied: elements that it gathers and that belong to another stretch.
-    """
+    """Shapes that are gathered in turn: a block, or a part beside; `tied`: elements of another."""
 
     shapes: tuple[tuple[str, torch.Size], ...]
     trained: int
@@ -76,12 +71,8 @@ class Model:
         sizes: of its batch and type.
         modules: class names or patterns of a plain model's blocks.
 
-    Attributes:
-        tokens: of a sequence; 1 for a batch without token ids.
-
     Raises:
-        UnsupportedError: there is no such model, it does not run on fake tensors, or its batch has
-            a fixed size.
+        UnsupportedError: it does not exist, does not run on fake tensors, or has a fixed batch.
     """
 
     def __init__(self, name: str, sizes: Sizes, modules: Sequence[str] | None = None) -> None:
@@ -181,12 +172,8 @@ class Model:
     ) -> list[Block]:
         """Make the blocks of a simulated step, with the parts before and after them.
 
-        Args:
-            forward_s: of each block; the last one is what runs outside of them.
-            plan: recomputation.
-            persistent: `stage3_param_persistence_threshold`, in elements.
-            reuse: `stage3_max_reuse_distance`, in elements. A block is used again after all that
-                comes behind it has been gathered twice.
+        `forward_s` ends with the time outside of blocks. A block is used again after all that comes
+        behind it has been gathered twice: within `reuse` elements it stays gathered.
         """
         *inside_s, outside_s = forward_s
         found = [self.head.block(0.0, 0.0, 0, persistent)]

@@ -58,8 +58,7 @@ class Footprint:
     Attributes:
         section: the activation section; None: no policy.
         tokens: of one sequence; 1 if inputs are no sequences of tokens.
-        blocks: saved bytes by block and part. A storage belongs to the module that saved it first;
-            the part "checkpointed" is kept for a recompute.
+        blocks: saved bytes by block and part, where a storage was saved first.
     """
 
     policy: str
@@ -87,14 +86,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Profile:
-    """All results of the command.
-
-    Attributes:
-        states: memory of ZeRO's states.
-        footprints: every policy at every batch size; no policy comes first.
-        notes: assumptions, and gaps.
-        schema: changes when a field is renamed or removed.
-    """
+    """All results of the command; `schema` changes when a field is renamed or removed."""
 
     model: str
     class_name: str
@@ -137,12 +129,9 @@ def units_of(name: str, section: dict[str, Any] | None, model: nn.Module) -> lis
 def compared(
     names: Sequence[str], modules: Sequence[str] | None, configured: dict[str, Any] | None
 ) -> Sections:
-    """List no policy first, then the configured one, then the named ones.
+    """List no policy first, then the configured section, then the named policies.
 
-    Args:
-        names: of registered policies; "none" is always included.
-        modules: of a plain model's blocks. Policies of parts are then left out.
-        configured: the activation section of the user's file.
+    With `modules` of a plain model, policies of parts are left out.
     """
     if unknown := [name for name in names if name not in (NONE, *_COMPARED)]:
         why = "no policy has this name here"
@@ -168,10 +157,7 @@ def compared(
 def blocks_of(
     model: nn.Module, modules: Sequence[str] | None
 ) -> tuple[list[Block], Sequence[str] | None]:
-    """Find the blocks, and the patterns that a configuration must name.
-
-    Blocks of a plain model are of the class that is repeated; a model may have none.
-    """
+    """Find the blocks, in a plain model of the repeated class, and the patterns to configure."""
     if modules is not None:
         return find_blocks(model, modules), modules
     try:
@@ -194,11 +180,7 @@ def footprints(
     *,
     report: Report = lambda text: None,
 ) -> list[Footprint]:
-    """Trace one step of each policy with `count` sequences on fake tensors.
-
-    Raises:
-        UnsupportedError: the model reads a value that fake tensors lack.
-    """
+    """Trace one step of each policy on fake tensors; UnsupportedError if it reads a value."""
     found = []
     made = built_fake(subject, count)
     model, batch = made.model, made.batch

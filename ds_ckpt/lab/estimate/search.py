@@ -1,17 +1,10 @@
 """Search for the settings that train most tokens a second on a cluster, within memory and loss.
 
-All candidates train the same batch a step, so the shortest step is the best plan. A candidate has
-
-    sequences     of a micro-batch; the micro-steps follow from the batch
-    recompute     the mixture that recomputes least in the memory that is left (a budget's plan),
-                  with and without offload
-    weights       ZeRO-3's, hpZ with DeepSpeed's own gradients, or resident: whole, or losslessly
-    gradients     DeepSpeed's own, dense, or methods that verdicts allow
-
-Steps within 1% of the shortest are a tie, which goes to the setting that departs least from plain
-DeepSpeed, exact gradients first. ZeRO-1 is a baseline, not a candidate: it all-reduces gradients
-once a step beside backward, and gathers changed weights after the optimizer (DeepSpeed's
-`stage_1_and_2.py`; `benchmarks/weight_bytes.py` has measured these bytes).
+Candidates differ in micro-batch, recomputation (a budget's plan, with and without offload), weights
+(ZeRO-3's, hpZ, resident whole or losslessly) and gradients (DeepSpeed's own, dense, or methods that
+verdicts allow). Steps within 1% of the shortest are a tie, which goes to the setting that departs
+least from plain DeepSpeed. ZeRO-1 is a baseline: it all-reduces gradients once a step, and gathers
+changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
 """
 
 from __future__ import annotations
@@ -101,8 +94,7 @@ class Question:
     def rates(self) -> Rates:
         """Rates of products and of all else.
 
-        The share of peak is of whole steps, so products alone are faster by the time that all else
-        takes of a forward. The bus is the simulated step's.
+        The share of peak is of whole steps, so products alone are faster than that.
         """
         device, (flops, moved) = self.cluster.device, self.model.work
         peak, bytes_per_s = device["flop_per_s"], device["memory_bytes_per_s"]
@@ -182,7 +174,7 @@ class Candidate:
 
 
 class Search:
-    """All candidates of a question. Raises ConfigError if its batch cannot be divided.
+    """All candidates of a question; ConfigError if its batch cannot be divided.
 
     Attributes:
         report: called before each micro-batch size, which takes seconds.
@@ -295,14 +287,7 @@ class Search:
             each = size * hops / machine.ranks
             exchange = Gradients(each, each, hops=hops, once=True, ring=True)
         else:
-            exchange = gradients(
-                of.method,
-                model,
-                machine,
-                itemsize=size,
-                accumulation=of.micro_steps,
-                bytes_per_s=bytes_per_s,
-            )
+            exchange = gradients(of.method, model, machine, size, of.micro_steps, bytes_per_s)
         strategy = Strategy(
             of.micro_steps,
             size,

@@ -1,25 +1,17 @@
 """One step of ZeRO-3 with this plugin as a schedule of tasks: its time, and what decides it.
 
 A task occupies one resource of the slowest rank: "compute", "network" (a node's link, each
-direction the same), "inside" (links in a node) or "bus" (device to host memory). It begins when the
-tasks that it waits for have ended and the resource is free, in the order of the program:
-
-    start = max(ends of the tasks it waits for, end of the resource's task before)
-    time  = calls (c + hops a) + bytes / rate
-
-c is the cost of a call and a the latency of a hop: P-1 hops in a ring, 1 if all send at once,
-2 log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). A step is the longest
-path through a graph whose shape depends on no rate, so a faster link never makes it longer.
+direction the same), "inside" (links in a node) or "bus" (device to host memory). In the order of
+the program it begins when the tasks that it waits for have ended and the resource is free, and
+takes `calls (c + hops a) + bytes / rate`, for c of a call and a latency a: P-1 hops in a ring, 2
+log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). So a faster link never
+makes a step longer.
 
 Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks:
 
     gather            w N (P-1)/P; none of resident weights, and with hpZ in a step's first forward
     gradients         the bytes that `exchange.assignment` counts, times (H-1)/H
     changed weights   w N (H-1)/H whole, b/8 instead of w with b bits a weight
-
-A micro-step gathers and runs block by block; then from the last block on it gathers again (unless
-weights are kept), recomputes, and runs backward. With streams (NCCL) gathers run ahead, up to
-`prefetch` elements, and buckets are exchanged beside backward; without, each is waited for.
 """
 
 from __future__ import annotations
@@ -88,7 +80,6 @@ class Block:
     """A stretch of the model that is gathered, run and reduced together.
 
     Attributes:
-        trained: elements that get gradients.
         calls: gathers that it takes: about one for each module with weights.
         offloaded_bytes: checkpointed inputs in host memory, which come back one block ahead.
         kept: stays gathered from forward to backward (`stage3_max_reuse_distance`).
@@ -106,10 +97,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Exchange of gradients, by element of the model.
+    """Exchange of gradients, by element of the model; seconds of one rank.
 
     Attributes:
-        encode_s: of one rank, residuals included, like `decode_s`.
         hold_s: of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: only in the last micro-step.
@@ -142,8 +132,7 @@ class Strategy:
     Attributes:
         bucket: elements of a bucket of gradients.
         weights: None: ZeRO-3's, gathered between nodes.
-        hpz: weights that the first forward of a step gathers stay in their node until the step's
-            end (ZeRO++, Wang et al. 2023, arXiv 2306.10209).
+        hpz: weights that the first forward gathers stay in their node (arXiv 2306.10209).
         gathers_changed: all ranks gather trained weights after the optimizer (ZeRO-1).
     """
 
@@ -160,12 +149,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step.
-
-    Attributes:
-        busy_s: by resource and kind of task.
-        sent_bytes: over a node's link, by kind of task.
-    """
+    """One simulated step: busy seconds by resource and kind, bytes over a node's link by kind."""
 
     seconds: float
     busy_s: Mapping[tuple[str, str], float]
@@ -215,12 +199,10 @@ class _Piece:
 
 
 class _Run:
-    """Steps one after the other.
+    """Steps one after the other. A task is represented by the moment of its end.
 
-    Attributes:
-        now_s: moment that the program has waited for. A task is the moment of its end.
-        totals: busy seconds by resource and kind, bytes by ("sent", kind), and ("left out", "")
-            seconds of micro-steps that are not simulated.
+    `totals` are busy seconds by resource and kind, bytes by ("sent", kind), and seconds of
+    micro-steps that are not simulated.
     """
 
     def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
@@ -277,29 +259,20 @@ class _Run:
         return Step((self.now_s - begin_s) / steps + left_out_s, mean, sent)
 
     def _add(
-        self,
-        resource: str,
-        kind: str,
-        seconds: float,
-        *after: float,
-        call_s: float = 0.0,
-        burst_s: float = 0.0,
+        self, on: str, kind: str, seconds: float, call_s: float, *after: float, burst_s: float = 0.0
     ) -> float:
         """Occupy a resource after other tasks; a pause earns `burst_s`."""
-        start_s = max(self._free[resource], *after)
+        start_s = max(self._free[on], *after)
         end_s = start_s + seconds
         if burst_s:
             self._earned_s = max(start_s, self._earned_s) + seconds
             end_s = max(start_s, self._earned_s - burst_s)
-        self.totals[resource, kind] += seconds + call_s
-        self._free[resource] = end_s + call_s
+        self.totals[on, kind] += seconds + call_s
+        self._free[on] = end_s + call_s
         return end_s + call_s
 
     def _compute(self, kind: str, seconds: float, *after: float) -> float:
-        return self._add("compute", kind, seconds * self.machine.slowest, *after)
-
-    def _wait_for(self, task: float) -> None:
-        self.now_s = max(self.now_s, task)
+        return self._add("compute", kind, seconds * self.machine.slowest, 0.0, *after)
 
     def _run_micro_step(self, *, first: bool, last: bool) -> None:
         pieces, bucket = self._pieces, self.strategy.bucket
@@ -325,8 +298,7 @@ class _Run:
                 while filled >= bucket or (at_end and filled):
                     self._exchange(min(filled, bucket), computed, exchanges, last=last)
                     filled -= min(filled, bucket)
-        for exchange in exchanges[-CONCURRENT_BUCKETS:]:
-            self._wait_for(exchange)
+        self.now_s = max(self.now_s, *exchanges[-CONCURRENT_BUCKETS:], 0.0)
 
     def _runs_ahead(self, pieces: int, elements: float) -> bool:
         """Return whether one more piece is gathered, given the gathered pieces not used yet."""
@@ -355,7 +327,7 @@ class _Run:
         nbytes = elements * self.strategy.itemsize * (members - 1) / members
         ends = [after] if members == 1 else []
         for is_far in (True, False):
-            if (far and is_far) or (machine.local > 1 and not is_far):
+            if far if is_far else machine.local > 1:
                 ends.append(self._send(kind, nbytes, members - 1, after, calls, far=is_far))
         return max(ends)
 
@@ -378,11 +350,11 @@ class _Run:
         call_s = calls * (self.machine.call_s + hops * link.latency_s)
         burst_s = link.burst_bytes / link.bytes_per_s
         resource = "network" if far else "inside"
-        return self._add(resource, kind, seconds, after, call_s=call_s, burst_s=burst_s)
+        return self._add(resource, kind, seconds, call_s, after, burst_s=burst_s)
 
     def _offload(self, block: int, after: float) -> float:
         seconds = self.blocks[block].offloaded_bytes / self.machine.bus_bytes_per_s
-        return self._add("bus", "offload", seconds, after)
+        return self._add("bus", "offload", seconds, 0.0, after)
 
     def _bring_back(self, block: int, returned: dict[int, float], after: float) -> float:
         """Bring this block's inputs and the next one's from host memory; this block's task."""
@@ -399,7 +371,7 @@ class _Run:
             exchanges.append(self._compute("compression", elements * how.hold_s, after))
             return
         if len(exchanges) >= CONCURRENT_BUCKETS:
-            self._wait_for(exchanges[-CONCURRENT_BUCKETS])
+            self.now_s = max(self.now_s, exchanges[-CONCURRENT_BUCKETS])
         begun = after
         if machine.local > 1 and how.inside_bytes:
             inside = elements * how.inside_bytes
@@ -417,7 +389,7 @@ class _Run:
             after = self._compute("compression", elements * decode_s, after)
         exchanges.append(after)
         if not machine.streams:
-            self._wait_for(after)
+            self.now_s = max(self.now_s, after)
 
     def update(self) -> None:
         """Run the optimizer, and begin to send the changes of resident weights."""
@@ -429,9 +401,7 @@ class _Run:
         if strategy.gathers_changed:
             trained = sum(b.trained for b in self.blocks)
             calls = -(-trained // ALL_GATHER_BUCKET)
-            self._wait_for(
-                self._all_gather("gather after update", trained, self.now_s, calls, True)
-            )
+            self.now_s = self._all_gather("gather after update", trained, self.now_s, calls, True)
         if strategy.weights is not None and machine.hosts > 1:
             elements = self._until[-1]
             encode_s = elements * strategy.weights.encode_s
@@ -446,5 +416,6 @@ class _Run:
         while self._changes and begun < until and weights is not None:
             begun, change, after = self._changes.pop(0)
             nbytes = change * weights.link_bytes
-            self._wait_for(self._send("changed weights", nbytes, 1, after, all_to_all=True))
-            self.now_s = self._compute("changed weights", change * weights.decode_s, self.now_s)
+            arrived = self._send("changed weights", nbytes, 1, after, all_to_all=True)
+            decode_s = change * weights.decode_s
+            self.now_s = self._compute("changed weights", decode_s, self.now_s, arrived)
