@@ -11,23 +11,19 @@ WIDTH = 32
 class Mixer(nn.Module):
     """One block: two products with a GELU between, added to what came in."""
 
-    def __init__(self, *, breaks: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.breaks = breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = nn.functional.gelu(self.up(x))
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return x + self.down(inner)
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: int, breaking: tuple[int, ...] = ()) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Mixer(breaks=i in breaking) for i in range(layers))
+        self.layers = nn.ModuleList(Mixer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -42,27 +38,6 @@ def stack(batch: int = 2, tokens: int = 8) -> tuple[nn.Module, torch.Tensor]:
 def fixed() -> tuple[nn.Module, torch.Tensor]:
     """Takes no number of sequences."""
     return Stack(2), torch.randn(3, WIDTH)
-
-
-def stack_with_a_break() -> tuple[nn.Module, torch.Tensor]:
-    return Stack(3, breaking=(1,)), torch.randn(2, 8, WIDTH)
-
-
-class Chain(nn.Module):
-    """Four operators, each of which holds what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.SiLU(), nn.Identity())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part(x.sin()).cos().exp2()
-
-
-def chains() -> tuple[nn.Module, torch.Tensor]:
-    model = Stack(3)
-    model.layers = nn.ModuleList(Chain() for _ in range(3))
-    return model, torch.randn(2, 8, WIDTH, requires_grad=True)
 
 
 def needs_values() -> tuple[nn.Module, torch.Tensor]:

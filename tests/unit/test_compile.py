@@ -42,7 +42,7 @@ def stack(*, drifts: bool) -> nn.Module:
     return nn.Sequential(*(Block(drifts=drifts) for _ in range(3)))
 
 
-@pytest.mark.parametrize("kind", ["block", "selective", "segments"])
+@pytest.mark.parametrize("kind", ["block", "attention", "selective", "segments"])
 def test_gradients_under_a_compiler_are_those_without(kind: str) -> None:
     torch._dynamo.reset()
     plain = gradients(stack(drifts=False))

@@ -161,20 +161,6 @@ def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> Non
     assert all("forward" not in vars(m) for m in model.modules()), "nothing has been changed"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", ["block", "attention"])
-def test_torch_compile_takes_the_blocks_with_it(backend: str, kind: Any) -> None:
-    gradients = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        model = build("llama", 2)
-        CheckpointedBlocks(model, policy=Policy(PolicySettings(kind)))
-        run = torch.compile(model, backend=backend) if compiled else model
-        run(**batch("llama")).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
-
-
 def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
     """One file and one registration; configuration, rules, plan, planner and profile read it."""
     from ds_ckpt.activation import policies, register_policy
