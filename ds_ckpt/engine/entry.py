@@ -36,14 +36,12 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
     Args:
         engine: DeepSpeed's engine.
-        mpu: A Megatron-style object whose tensor-parallel group `partition_activations` splits
-            checkpointed inputs over. Default: `engine.mpu`, set by AutoTP or by
-            `deepspeed.initialize(mpu=...)`.
+        mpu: A Megatron-style object whose tensor-parallel group `partition_activations` uses.
+            Default: `engine.mpu`, set by AutoTP or by `deepspeed.initialize(mpu=...)`.
 
     Raises:
-        ConfigError: The configuration is wrong; the engine is unchanged.
-        UnsupportedError: The model or optimizer is not supported; the engine is unchanged.
-        ContractError: This DeepSpeed version differs from those supported.
+        ConfigError, UnsupportedError, ContractError: The configuration, the model or the DeepSpeed
+            version is not supported; the engine is unchanged.
     """
     if session_of(engine) is not None:
         why = "two sessions would compress and checkpoint twice"
@@ -56,9 +54,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """Call `deepspeed.initialize`, and attach the plugin to the engine that it returns.
 
-    Takes and returns exactly what `deepspeed.initialize` does: `(engine, optimizer, dataloader,
-    lr_scheduler)`. Without a `ds_ckpt` section and without `activation_checkpointing` in the
-    configuration it is plain DeepSpeed.
+    Without a `ds_ckpt` or `activation_checkpointing` section it is plain DeepSpeed.
 
     Raises:
         ConfigError: Every mistake in the configuration at once, before anything is built.
@@ -128,7 +124,7 @@ def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
     if source is None or isinstance(source, Mapping):
         return source
     if not isinstance(source, str | Path) or not os.path.isfile(source):
-        return None  # base64 of DeepSpeed's launcher: parsed by DeepSpeed, checked by attach
+        return None  # base64 of DeepSpeed's launcher
     text = Path(source).read_text(errors="replace")
     has_section = "ds_ckpt" in text or "activation_checkpointing" in text
     return load_file(source) if has_section else None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
+from ds_ckpt.engine.guard import ErrorSampler, Guard, gradient_norm
 from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
@@ -19,6 +20,7 @@ from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry.steps import ExchangeSample
 from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
@@ -32,6 +34,8 @@ class Gradients:
         feedback: its residuals; None if nothing is left out or accumulated.
         groups: process groups of one or two levels.
         assignment: compressor and bytes of each parameter.
+        sampler: of compression errors.
+        guard: Compares errors with the configuration's limits; None if off.
 
     Raises:
         UnsupportedError: the engine, the nodes or the model's parameters do not support the
@@ -73,6 +77,17 @@ class Gradients:
         except BaseException:
             self.discard()
             raise
+        self.sampler = ErrorSampler(engine, self.step.exchange.errors)
+        self.guard: Guard | None = None
+        if config.guard.active:
+            acts, logs = config.guard.action == "dense", dist.get_rank() == 0
+            self.guard = Guard(self.step, config.guard.limits(), acts=acts, logs=logs)
+            self.sampler.observe(config.guard.every_n_steps, self.guard.check)
+
+    def sample(self) -> ExchangeSample:
+        """Return the times and errors of the last step."""
+        seconds, norm = self.step.exchange.timings.seconds, gradient_norm(self._engine)
+        return ExchangeSample(dict(seconds), self.sampler.latest, norm, self.step.is_compressing)
 
     def dense(self) -> StepState:
         """Return an exchange that sends everything, to compare with DeepSpeed's reduction."""
@@ -145,15 +160,6 @@ def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
     """Return name, full shape and bytes an element, as sent, of every trained parameter."""
     sent_as = engine.optimizer.get_param_comm_dtype  # communication_data_type, or autocast's
     return [(n, p.ds_shape, sent_as(p).itemsize) for n, p in trained(engine)]
-
-
-def gradient_norm(engine: Any) -> float | None:
-    """Return the norm of the last step's averaged gradient, as DeepSpeed's clipping computes it.
-
-    None if it is 0, not finite, or not known yet.
-    """
-    norm = engine.get_global_grad_norm()
-    return float(norm) if norm is not None and math.isfinite(norm) and norm > 0 else None
 
 
 def residual_files(engine: Any, method: str, gradients: Gradients | None) -> ResidualFiles:

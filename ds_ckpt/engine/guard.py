@@ -6,12 +6,12 @@ Sums over the ranks are compared, so all of them act in the same step.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ds_ckpt.engine.gradients import gradient_norm
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.telemetry.timings import Errors, ResidualStats
 
@@ -19,6 +19,15 @@ log = logging.getLogger("ds_ckpt")
 IN_A_ROW = 2
 """Consecutive samples above a limit before the guard acts: one batch may be an outlier."""
 Observer = Callable[[int, ResidualStats], None]
+
+
+def gradient_norm(engine: Any) -> float | None:
+    """Return the norm of the last step's averaged gradient, as DeepSpeed's clipping computes it.
+
+    None if it is 0, not finite, or not known yet.
+    """
+    norm = engine.get_global_grad_norm()
+    return float(norm) if norm is not None and math.isfinite(norm) and norm > 0 else None
 
 
 class ErrorSampler:

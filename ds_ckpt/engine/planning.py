@@ -22,7 +22,7 @@ from ds_ckpt.activation.blocks import find_blocks
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.telemetry.device import capacity_of, free_on
+from ds_ckpt.telemetry.memory import free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
@@ -51,7 +51,6 @@ class Planning:
         self._engine, self._config = engine, config
         self._install, self._exchange_bytes = install, exchange_bytes
         self._device = torch.device(engine.device)
-        self._capacity = capacity_of(self._device)
         self.plan: ActivationPlan | None = None
         self._largest = 0
         """Tokens of the largest batch that the plan or a warning was about."""
@@ -89,9 +88,9 @@ class Planning:
 
     def _limit_bytes(self) -> int:
         """Return the budget, or the memory that this rank can have if that is less."""
-        asked, available = self._config.budget_gib, float(self._capacity)
-        if self._device.type == "cuda" and self._config.budget_is_of == "accelerator":
-            available = free_on(self._device) + torch.cuda.memory_allocated(self._device)
+        asked, available = self._config.budget_gib, float(free_on(self._device))
+        if self._device.type == "cuda":
+            available += torch.cuda.memory_allocated(self._device)
         if self._config.policy == "auto":
             available *= AUTO_SHARE
         return int(available if asked is None else min(available, asked * GIB))

@@ -19,8 +19,7 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
-from ds_ckpt.engine.gradients import Gradients, gradient_norm, residual_files, trained
-from ds_ckpt.engine.guard import ErrorSampler, Guard
+from ds_ckpt.engine.gradients import Gradients, residual_files, trained
 from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
@@ -48,13 +47,11 @@ class Session:
         counters: Bytes sent by purpose, and gathers, since attach.
         summary: One line: active parts and their cost.
         exchange: The gradient exchange, its residuals and groups; None without compression.
-        guard: Compares compression errors with validated limits; None if off.
     """
 
     def __init__(self, engine: Any, config: PluginConfig, mpu: Any = None) -> None:
         self.engine, self.config, self.counters = engine, config, Counters()
         self.exchange: Gradients | None = None
-        self.guard: Guard | None = None
         self._blocks: CheckpointedBlocks | None = None
         self._inputs: CheckpointedInputs | None = None
         self._gather: GatherHook | None = None
@@ -63,7 +60,6 @@ class Session:
         self._group: TensorParallelGroup | None = None
         self._planning: Planning | None = None
         self._steps: StepLog | None = None
-        self._sampler: ErrorSampler | None = None
         self._patches = Patches()
         self._detach = ExitStack()
         """Detaches each part, the last one first; all of them, even if one raises."""
@@ -97,11 +93,6 @@ class Session:
             self._install_units(make_plan(engine.module, activation_policy(config.activation)))
         if config.telemetry.enabled:
             self._attach_telemetry()
-        guard = config.compression.guard
-        if self.exchange is not None and guard.active:
-            step, acts, logs = self.exchange.step, guard.action == "dense", dist.get_rank() == 0
-            self.guard = Guard(step, guard.limits(), acts=acts, logs=logs)
-            self.observe(guard.every_n_steps, self.guard.check)
         self._wrap_engine()
 
     def _attach_hooks(self) -> None:
@@ -121,8 +112,7 @@ class Session:
             step = self.exchange.step
             verify = self.exchange.dense() if changed else None
             self.exchange.correct_momentum(self._patches)
-            self._sampler = ErrorSampler(engine, step.exchange.errors)
-            self._after_step.append(self._sampler.step_ended)
+            self._after_step.append(self.exchange.sampler.step_ended)
         names = {p.ds_id: n for n, p in trained(engine)}
         gradient = GradientHook(engine.optimizer, names, step, self.counters, verify=verify)
         self._gradient = gradient
@@ -169,7 +159,7 @@ class Session:
             log.info("ds_ckpt: %s", plan.line())
 
     def _attach_telemetry(self) -> None:
-        telemetry, exchange, sampler = self.config.telemetry, self.exchange, self._sampler
+        telemetry, exchange = self.config.telemetry, self.exchange
         monitor = getattr(self.engine, "monitor", None)
         has_monitor = dist.get_rank() == 0 and monitor is not None and monitor.enabled
         self._steps = StepLog(
@@ -177,24 +167,13 @@ class Session:
             every_n_steps=telemetry.every_n_steps,
             path=telemetry.path,
             rank=dist.get_rank(),
-            sample=self._sample_exchange,
+            sample=exchange.sample if exchange else ExchangeSample,
             monitor=monitor.write_events if monitor is not None and has_monitor else None,
         )
-        if exchange is not None and sampler is not None:
-            sampler.observe(telemetry.every_n_steps)
+        if exchange is not None:
+            exchange.sampler.observe(telemetry.every_n_steps)
             self._steps.note({"plan": exchange.assignment.records()})
         self._after_step.append(self._steps.step_ended)
-
-    def _sample_exchange(self) -> ExchangeSample:
-        if self.exchange is None or self._sampler is None:
-            return ExchangeSample()
-        step = self.exchange.step
-        return ExchangeSample(
-            dict(step.exchange.timings.seconds),
-            self._sampler.latest,
-            gradient_norm(self.engine),
-            step.is_compressing,
-        )
 
     def _wrap_engine(self) -> None:
         engine = self.engine
@@ -254,8 +233,8 @@ class Session:
 
     def observe(self, every_n_steps: int, act: Callable[[int, ResidualStats], None]) -> None:
         """Call `act` with compression errors every so many steps; see `ErrorSampler`."""
-        if self._sampler is not None:
-            self._sampler.observe(every_n_steps, act)
+        if self.exchange is not None:
+            self.exchange.sampler.observe(every_n_steps, act)
 
     def drain(self) -> None:
         """Wait for weight changes in flight, as the next forward does. Collective."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_ckpt.compression.error_feedback import Feedback
@@ -57,12 +58,10 @@ class StepState:
         current_step: Callable[[], int],
         at_boundary: Callable[[], bool] | None = None,
         tuner: Tuner | None = None,
-        is_logging_rank: bool = False,
     ) -> None:
         self.exchange, self.tuner, self.is_disabled = exchange, tuner, False
         self._warmup_steps, self._warm_up = warmup_steps, warm_up
         self._current_step, self._at_boundary = current_step, at_boundary
-        self._is_logging_rank = is_logging_rank
         self._nonfinite_before = 0
         self._metric_start: int | None = warmup_steps
         """Step at which the metric is measured first; None: the next one."""
@@ -193,7 +192,7 @@ class StepState:
             self._metric_start = None
         if self.tuner is not None:
             self.tuner.restart()
-        if self.is_disabled and self._is_logging_rank:
+        if self.is_disabled and (not dist.is_initialized() or dist.get_rank() == 0):
             log.warning("ds_ckpt: the checkpoint's guard disabled compression; it stays disabled")
 
 
@@ -245,5 +244,4 @@ def make_step_state(
         current_step=current_step,
         at_boundary=at_boundary,
         tuner=tuner,
-        is_logging_rank=everyone.dp_rank == 0,
     )

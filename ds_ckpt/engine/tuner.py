@@ -30,10 +30,9 @@ RECHECK_STEPS = 1000
 
 
 def robust_median(times: Sequence[float]) -> tuple[float, float]:
-    """Return the median and the variance of its error, for values that are about normal.
+    """Return the median and the variance of its error for normal values; NaN for no values.
 
-    The variance is pi / 2 times that of a mean. The spread is 1.4826 times the median distance to
-    the median (Rousseeuw and Croux, JASA 1993), so one pause does not count. NaN for no values.
+    The spread is 1.4826 times the median distance to the median (Rousseeuw and Croux, JASA 1993).
     """
     if not times:
         return math.nan, math.nan
@@ -45,12 +44,8 @@ def robust_median(times: Sequence[float]) -> tuple[float, float]:
 class Tuner:
     """Chooses between candidates, alike on all ranks of a group.
 
-    Args:
-        subject: subject of the choice, for the log.
-        candidates: names; the last one is the baseline, which wins unless another one is shown to
-            be faster.
-        group: process group that sums times; None for all ranks.
-        device: of the summed tensor.
+    The last candidate is the baseline, which wins unless another one is shown to be faster. Times
+    are summed over `group` on `device`.
 
     Attributes:
         choice: the last choice; None before the first.

@@ -17,7 +17,7 @@ from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, warm
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.telemetry.device import free_on
+from ds_ckpt.telemetry.memory import free_on
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
@@ -54,7 +54,6 @@ class ResidentWeights:
     ) -> None:
         self.hook, self.codecs, self.groups = hook, codecs, groups
         self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
-        self._has_failed = False
         candidates, group = [*codecs, *[GATHERED] * may_detach], engine.optimizer.dp_process_group
         self.tuner: Tuner | None = None
         if len(candidates) > 1:
@@ -90,8 +89,6 @@ class ResidentWeights:
             self._place(self.tuner.current)
 
     def _place(self, choice: str) -> None:
-        if self._has_failed:
-            return
         if choice == GATHERED:
             if self.hook.is_attached:
                 self.hook.detach()
@@ -102,7 +99,7 @@ class ResidentWeights:
         try:
             refuse_too_large(self._engine, self.hook.layout, '"auto"')
         except Exception as error:  # the same on every rank
-            self._has_failed = True
+            self.tuner = None
             log.warning("ds_ckpt: weights stay with DeepSpeed: %s", error)
             return
         self.hook.attach()

@@ -1,8 +1,4 @@
-"""Counters of collectives by purpose, of gathers by parameter, of offload and of partitioning.
-
-`ds_ckpt.zero3.collectives` updates the counters where a collective is called, with the sizes of its
-tensors. A contract test compares `sent_bytes` with the network interface's own counter.
-"""
+"""Counters of collectives by purpose, of gathers by parameter, of offload and of partitioning."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ class Purpose(str, Enum):
 def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
     """Return the bytes that leave one rank for one collective, on average over the group.
 
-    Args:
-        op: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast` or `reduce`.
-        payload_bytes: of this rank's part for `all_gather`, else of the whole tensor.
-        world: size of the group.
-        backend: `torch.distributed.get_backend(group)`.
+    `payload_bytes` are of this rank's part for `all_gather`, else of the whole tensor.
     """
     if op == "all_gather":
         return payload_bytes * (world - 1)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils import module_tracker
@@ -26,6 +27,14 @@ Phase = Literal["forward", "recompute", "backward"]
 OUTSIDE = "(outside blocks)"
 NO_WORK = frozenset({torch.ops.prim.device.default})
 """Calls that reach dispatch modes and are not operators."""
+
+
+def free_on(device: torch.device) -> int:
+    """Return the free bytes of the device, those in torch's cache included, or of the node."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def version_of(tensor: Tensor) -> int:

@@ -90,7 +90,7 @@ def gathers_a_parameter(interval: Interval) -> float:
 
 @step_field
 def exchange_s(interval: Interval) -> Value:
-    """Return the host seconds per step, by section of the exchange (`timings.SECTIONS`)."""
+    """Return the host seconds per step, by section of the exchange (`timings.Timings`)."""
     return {name: seconds / interval.steps for name, seconds in interval.exchange_s.items()}
 
 

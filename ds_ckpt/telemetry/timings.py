@@ -2,7 +2,7 @@
 
 `ds-ckpt measure` sets a `Spans` on a session's counters and timings. Kinds of spans are the loop's
 phases (`forward`, `backward`, `update`), `recompute`, the purposes of collectives, `collective` (a
-call, or the wait for one) and `SECTIONS`.
+call, or the wait for one) and the sections of `Timings`.
 """
 
 from __future__ import annotations
@@ -82,14 +82,12 @@ class TimedHandle:
         return getattr(self._handle, name)
 
 
-SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
-"""Sum inside the node; adding to the residual and checking it; encoding; waiting for other ranks
-and their bytes; decoding and summing."""
-
-
 @dataclass
 class Timings:
     """Seconds by section, without those of inner sections, for one thread at a time.
+
+    Sections are `in_host` (sum inside the node), `residual`, `pack`, `wire` (waiting for other
+    ranks and their bytes) and `unpack`.
 
     Attributes:
         spans: where sections are recorded as spans, too; None: nowhere.

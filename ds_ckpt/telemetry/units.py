@@ -36,11 +36,6 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def seconds(value_s: float) -> str:
-    """Format seconds, or milliseconds below one: 1.25 s, 30.0 ms."""
-    return f"{number(value_s)} s" if value_s >= 1 else f"{number(1e3 * value_s)} ms"
-
-
 def times(larger: float, smaller: float) -> str:
     """Format a ratio: 1.25x; "-" if `smaller` is 0."""
     return f"{larger / smaller:.2f}x" if smaller else "-"

@@ -42,12 +42,12 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         engine = models.start("llama", config)
         session = ds_ckpt.session_of(engine)
         assert session is not None
-        assert session.guard is not None
+        assert session.exchange.guard is not None
         back, seen = [], []
         for step in range(steps):
             models.train(engine, "llama", 1, first=step)
             back.append(session.exchange.step.is_disabled)
-            last = session.guard.last
+            last = session.exchange.guard.last
             seen.append(None if last is None else (last.error, last.residual_norm))
         owed = sum(float(r.abs().sum()) for r in session.residuals.values())
         engine.save_checkpoint(folder, tag="mine")
@@ -57,7 +57,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         engine.load_checkpoint(folder, tag="mine")
         session = ds_ckpt.session_of(engine)
         assert session is not None
-        assert session.guard is not None
+        assert session.exchange.guard is not None
         resumed = session.exchange.step.is_disabled
         engine.destroy()
     said = [line for line in heard if "guard: step" in line]
