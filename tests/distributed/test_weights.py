@@ -119,10 +119,9 @@ def test_a_budget_counts_what_a_host_keeps(
 
 
 def test_a_copy_that_one_process_has_no_room_for_is_made_by_none(world2: Any) -> None:
-    first, second = world2.run(cases.without_room, ONE, LOSSLESS)
-    assert "1 of them could not keep its part of a copy of the weights" in first
-    assert "$.ds_ckpt.weights.resident" in second
-    assert "0.0010 KiB are free" in second
+    for words in world2.run(cases.without_room, ONE, LOSSLESS):
+        assert "$.ds_ckpt.weights.resident" in words
+        assert "more than are free" in words
 
 
 def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
