@@ -8,7 +8,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,30 +93,6 @@ def train(names: list[str], plans: list[str], steps: int = 3) -> dict[str, dict[
             results[f"{name}: {plan}"] = {"losses": losses, "gradients": gradients, **_done(engine)}
             engine.destroy()
     return results
-
-
-def lora_gradients(ready: bool, plan: str) -> dict[str, Any]:
-    """Which trainable parameters get no gradient, of how many; whether the input needs one."""
-    name = "lora-ready" if ready else "lora"
-    engine = _start(name, plan)
-    needs: list[bool] = []
-    layer = next(m for n, m in engine.module.named_modules() if n.endswith("layers.0"))
-    layer.register_forward_pre_hook(lambda _, args: needs.append(args[0].requires_grad))
-    before = {n: p.ds_tensor.clone() for n, p in engine.module.named_parameters()}
-    loss = engine(**ecosystem_models.KINDS[name].batch(dist.get_rank())).loss
-    engine.backward(loss)
-    missing = []
-    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-    for parameter_name, parameter in trained:
-        gradient = deepspeed.utils.safe_get_full_grad(parameter)
-        if gradient is None or not bool(gradient.any()):
-            missing.append(parameter_name)
-    engine.step()
-    frozen = [n for n, p in engine.module.named_parameters() if not p.requires_grad]
-    now = dict(engine.module.named_parameters())
-    moved = [n for n in frozen if not torch.equal(before[n], now[n].ds_tensor)]
-    engine.destroy()
-    return {"needs": needs[0], "missing": missing, "count": len(trained), "frozen moved": moved}
 
 
 def generate_between_steps(plan: str) -> dict[str, Any]:

@@ -44,16 +44,6 @@ def test_training_is_what_it_is_without(world2: Any, names: list[str], plan: str
             _compare(results[f"{name}: stock"], results[f"{name}: {plan}"], plan)
 
 
-@pytest.mark.parametrize(("ready", "plan"), [(False, "segments"), (True, "block, offload")])
-def test_every_lora_parameter_gets_its_gradient(world2: Any, ready: bool, plan: str) -> None:
-    """Whether or not the input of the first block needs one; frozen weights stay."""
-    for result in world2.run(cases.lora_gradients, ready, plan):
-        assert result["needs"] == ready
-        assert result["count"] == 18
-        assert result["missing"] == []
-        assert result["frozen moved"] == []
-
-
 def test_generation_and_evaluation_between_steps(world2: Any) -> None:
     plan = "selective, offload"
     plain = world2.run(cases.generate_between_steps, "stock")

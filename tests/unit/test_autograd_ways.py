@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.architectures import batch, build
 from tests.unit.offload_models import Model, nothing_left, put_on
-from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, same
+from tests.unit.stacks import KINDS, Block, Stack, data, same
 
 
 def _stack(inner: Callable[..., Any] = torch.tanh) -> Callable[[], Stack]:
@@ -177,33 +177,6 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("kind", ["block", "attention", "segments"])
-@pytest.mark.parametrize("name", ["llama", "bert", "t5", "vit"])
-def test_hugging_face_models_in_evaluation_mode(name: str, kind: Any) -> None:
-    """Held bytes fall as in training."""
-    from ds_ckpt.telemetry.memory import SavedActivations
-
-    options = {} if name in ("vit", "bert") else {"use_cache": False}
-
-    def run(model: nn.Module) -> tuple[int, list[Tensor]]:
-        model.zero_grad()
-        with SavedActivations(model) as held:
-            loss = model(**batch(name), **options).loss
-        loss.backward()
-        return held.bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    model = build(name).eval()
-    plain, expected = run(model)
-    blocks = CheckpointedBlocks(model, policy=Policy(PolicySettings(kind)))
-    held, ours = run(model)
-    assert held < 0.9 * plain
-    tolerance = {"rtol": 1e-5, "atol": 1e-7} if name == "t5" else {"rtol": 0.0, "atol": 0.0}
-    for a, b in zip(expected, ours, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
-    blocks.remove()
-    assert run(model)[0] == plain
-
-
 def test_a_cache_in_evaluation_mode_is_filled() -> None:
     """With gradients on, too: someone who forgot no_grad, and prefixes that are trained."""
     models = [build("llama").eval() for _ in range(2)]
@@ -264,33 +237,6 @@ def test_threads_share_a_model_and_its_host_memory() -> None:
 def _input_gradient(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(model(x), x)[0]
-
-
-@KINDS
-def test_an_interruption_in_a_recompute_leaves_the_next_step_right(kind: str) -> None:
-    models = [_stack(nn.Dropout(0.2))() for _ in range(2)]
-    clean = put(models[1], kind)
-    calls = 0
-
-    def interrupt(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-
-    handle = models[1].blocks[1].up.register_forward_hook(interrupt)
-    loss = models[1](data())
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    handle.remove()
-    del loss
-    assert clean()
-    for model in models:
-        model.zero_grad()
-        torch.manual_seed(0)
-        backward(model)
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_a_dropped_graph_frees_device_memory_at_once() -> None:
