@@ -112,7 +112,6 @@ class Task:
 
     Attributes:
         model: trained in place by virtual workers.
-        forward: called for training in the model's place.
         shapes: names and shapes of the trainable parameters.
         digest: of data and sizes; runs of equal digests are comparable.
     """
@@ -122,7 +121,6 @@ class Task:
     ) -> None:
         self.spec, self.data, self._build, self._device = spec, data, build, device
         self.model = self.initial(0).to(device)
-        self.forward: Callable[..., Any] = self.model
         trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.shapes = [(name, parameter.shape) for name, parameter in trainable]
         sizes = {**dataclasses.asdict(spec), "data": data.sha256, "device": device}
@@ -159,7 +157,7 @@ class Task:
 
     def loss(self, step: int, micro: int, worker: int) -> Tensor:
         """Implement `world.Loss`."""
-        loss: Tensor = self.forward(**self.inputs(step, micro, worker)).loss
+        loss: Tensor = self.model(**self.inputs(step, micro, worker)).loss
         return loss
 
     @torch.no_grad()
