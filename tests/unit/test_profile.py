@@ -171,8 +171,8 @@ def test_the_report_is_as_on_record(measured: Profile) -> None:
 )
 def test_findings_and_their_configuration(measured: Profile, limit: int, found: str) -> None:
     profile = replace(measured, limit_bytes=limit)
-    (finding,) = [f for f in findings(profile) if found in f.text]
-    parse({"zero_optimization": {"stage": 3}, **finding.config}, source=finding.text)
+    (config,) = [config for text, config in findings(profile) if found in text]
+    parse({"zero_optimization": {"stage": 3}, **config}, source=found)
 
 
 def test_the_best_is_the_largest_batch_that_fits(measured: Profile) -> None:

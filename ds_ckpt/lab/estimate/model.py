@@ -114,8 +114,8 @@ class Model:
         )
         self.elements = sum(self.parameters.counts)
         self.trained = sum(self.parameters.trainable)
-        self._planners: dict[tuple[int, Rates], Planner] = {}
-        self._surveys: dict[int, tuple[FakeModel, Survey]] = {}
+        self.planner = functools.cache(self._planner)
+        self._surveyed = functools.cache(self._survey)
 
     def gradients(self, choose: Choose, world: int, local: int, itemsize: int) -> Assignment:
         """Plan the exchange of one gradient; see `Assignment.of`."""
@@ -123,22 +123,15 @@ class Model:
         shapes = ((name, shape, itemsize) for s in stretches for name, shape in s.shapes)
         return Assignment.of(choose, shapes, world, local)
 
-    def planner(self, sequences: int, rates: Rates) -> Planner:
-        """Return the planner of a micro-batch of so many sequences."""
-        if (sequences, rates) not in self._planners:
-            found, tokens = self._surveyed(sequences)[1], self.tokens * sequences
-            planner = Planner(found, rates, tokens, repeated=self._repeated)
-            self._planners[sequences, rates] = planner
-        return self._planners[sequences, rates]
+    def _planner(self, sequences: int, rates: Rates) -> Planner:
+        found, tokens = self._surveyed(sequences)[1], self.tokens * sequences
+        return Planner(found, rates, tokens, repeated=self._repeated)
 
-    def _surveyed(self, sequences: int) -> tuple[FakeModel, Survey]:
-        if sequences not in self._surveys:
-            made = built_fake(self._subject, sequences)
-            args, kwargs = arguments_of(made.known_batch())
-            with made.entered():
-                found = survey(made.model, args, kwargs, modules=self._modules)
-            self._surveys[sequences] = made, found
-        return self._surveys[sequences]
+    def _survey(self, sequences: int) -> tuple[FakeModel, Survey]:
+        made = built_fake(self._subject, sequences)
+        args, kwargs = arguments_of(made.known_batch())
+        with made.entered():
+            return made, survey(made.model, args, kwargs, modules=self._modules)
 
     def temporary_bytes(self, sequences: int) -> int:
         """Bytes of gradients of activations and temporaries, which grow with the micro-batch."""

@@ -79,10 +79,6 @@ class Footprint:
         """Add up the phases."""
         return self.forward + self.recompute + self.backward
 
-    def part_bytes(self, part: str) -> int:
-        """Add up one part over all blocks."""
-        return sum(parts[part] for name, parts in self.blocks.items() if name != OUTSIDE)
-
 
 @dataclass(frozen=True)
 class Profile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +25,8 @@ def document(profile: Profile) -> Document:
     assumed = ", assumed" if states.assumed else ""
     kept = f"One rank of {states.world}{hosts}, ZeRO stage {states.zero_stage}{assumed}"
     found: list[Block] = []
-    for number, finding in enumerate(findings(profile), 1):
-        found.append(Paragraph(f"{number}. {finding.text}"))
-        found.append(Code([json.dumps(finding.config)[1:-1]]))
+    for number, (text, config) in enumerate(findings(profile), 1):
+        found += [Paragraph(f"{number}. {text}"), Code([json.dumps(config)[1:-1]])]
     found.append(Items([f"note: {text}" for text in profile.notes]))
     sections = [
         Section(kept, [_states(profile)]),
@@ -57,12 +55,11 @@ def _states(profile: Profile) -> Table:
 
 def _saved(profile: Profile) -> Table:
     first = profile.footprints[0]
-    rows = [(part, size(first.part_bytes(part))) for part in PARTS]
-    rows += [
-        ("outside of blocks", size(sum(first.blocks[OUTSIDE].values()))),
-        ("all", size(first.held_bytes)),
-    ]
-    return Table((f"in {len(first.blocks) - 1} blocks", "bytes"), rows)
+    inside = [parts for name, parts in first.blocks.items() if name != OUTSIDE]
+    rows = [(part, size(sum(parts[part] for parts in inside))) for part in PARTS]
+    rows.append(("outside of blocks", size(sum(first.blocks[OUTSIDE].values()))))
+    rows.append(("all", size(first.held_bytes)))
+    return Table((f"in {len(inside)} blocks", "bytes"), rows)
 
 
 def _policies(profile: Profile) -> Table:
@@ -84,34 +81,26 @@ def _policies(profile: Profile) -> Table:
     return Table(heads, rows)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One fact, and the configuration to merge into the DeepSpeed JSON file."""
-
-    text: str
-    config: dict[str, Any]
-
-
-def findings(profile: Profile) -> Iterator[Finding]:
-    """List the facts with a setting that acts on them."""
+def findings(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List facts, each with the configuration to merge into the DeepSpeed JSON file."""
     states, limit, best = profile.states, profile.limit_bytes, profile.best
     if states.zero_stage == 3 and states.reduce_bucket_bytes > states.trainable_bytes > 0:
         elements = states.trainable_bytes // getattr(torch, profile.dtype).itemsize
-        yield Finding(
+        yield (
             f"DeepSpeed allocates its full reduce bucket: {size(states.reduce_bucket_bytes)} for "
             f"{size(states.trainable_bytes)} of gradients.",
             {"zero_optimization": {"stage": 3, "reduce_bucket_size": elements}},
         )
     if best is not None and limit is not None:
         section = {"ds_ckpt": {"activation": best.section}} if best.section else {}
-        yield Finding(
+        yield (
             f'Under {size(limit)} the largest batch is {best.batch}, with "{best.policy}": '
             f"{size(profile.total_bytes(best))}.",
             {"train_micro_batch_size_per_gpu": best.batch, **section},
         )
     elif limit is not None:
         least = min(profile.footprints, key=profile.total_bytes)
-        yield Finding(
+        yield (
             f"Nothing fits into {size(limit)}: the least is {size(profile.total_bytes(least))} "
             f'(batch {least.batch}, "{least.policy}"), of which {size(states.resident_bytes)} are '
             "states. Use more ranks, or offload the optimizer:",

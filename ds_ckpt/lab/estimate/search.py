@@ -43,8 +43,7 @@ NEEDED = (
 CALL_S = 3e-5
 """Guess: time to call a collective from Python, if it does not run ahead of the device."""
 UPDATE_BYTES = 40.0
-"""Memory traffic of AdamW an element: master weight and two moments read and written, the gradient
-read twice, cast and clipped, the 16-bit weight written."""
+"""Memory traffic of AdamW an element: master weight, moments, gradient and 16-bit weight."""
 HOST_BYTES = 512 * GIB
 """Memory of a node for offloaded tensors."""
 OWN_FIGURES = (
