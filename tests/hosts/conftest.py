@@ -49,14 +49,10 @@ def own_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
         yield hosts
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/hosts/" in item.path.as_posix():
             item.add_marker(pytest.mark.hosts)
-            # the longest test beside the others of its file
-            group = "hostfile" if "hostfile" in item.name else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def sets_of(pid: int) -> list[Path]:
