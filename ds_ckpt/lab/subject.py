@@ -115,11 +115,6 @@ def tokens_of(batch: Any) -> int:
     return 1
 
 
-def rows_of(batch: Any) -> int:
-    """Return the sequences of a batch: the first size of its first tensor that has one, or 1."""
-    return next((int(leaf.shape[0]) for leaf in tensors_in(batch) if leaf.dim()), 1)
-
-
 def find_subject(name: str, sizes: Sizes) -> Subject:
     """Return the subject of a name. Raises UnsupportedError if there is no such model."""
     if name == DEFAULT:

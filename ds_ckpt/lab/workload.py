@@ -180,22 +180,12 @@ def training_batch(
 
 
 def evaluation_batches(
-    text: bytes | torch.Tensor,
-    sequences: int,
-    sequence_length: int,
-    batches: int,
-    process: int,
-    processes: int,
+    text: bytes | torch.Tensor, sequences: int, sequence_length: int, batches: int
 ) -> Iterator[torch.Tensor]:
-    """Yield fixed windows, spread evenly over the text and dealt out to the processes.
-
-    Every process gets the same number of batches, which ZeRO-3's all-gathers require. Shape, type
-    and errors are those of `training_batch`.
-    """
+    """Yield fixed windows, spread evenly over the text, as `training_batch` returns them."""
     tokens = _tokens(text, sequence_length)
-    wanted = batches * sequences * processes
-    starts = np.linspace(0, len(tokens) - sequence_length, num=wanted).astype(np.int64)
-    for rows in starts[process::processes].reshape(batches, sequences):
+    starts = np.linspace(0, len(tokens) - sequence_length, num=batches * sequences).astype(np.int64)
+    for rows in starts.reshape(batches, sequences):
         yield torch.stack([tokens[s : s + sequence_length] for s in rows]).long()
 
 

@@ -14,7 +14,6 @@ from ds_ckpt.lab.workload import (
     HELDOUT_SHARE,
     Corpus,
     embedded_corpus,
-    evaluation_batches,
     file_corpus,
     load_corpus,
     split_topics,
@@ -65,14 +64,6 @@ def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
         assert not torch.equal(first, other)
     with pytest.raises(ConfigError, match="a sequence takes 64"):
         training_batch(b"x" * 64, 1, 64, seed=0, step=0, process=0)
-
-
-def test_evaluation_deals_every_window_to_one_process(corpus: Corpus) -> None:
-    def windows(process: int, processes: int, batches: int) -> list[tuple[int, ...]]:
-        dealt = evaluation_batches(corpus.heldout, 2, 32, batches, process, processes)
-        return [tuple(row.tolist()) for batch in dealt for row in batch]
-
-    assert sorted(windows(0, 2, 3) + windows(1, 2, 3)) == sorted(windows(0, 1, 6))
 
 
 @pytest.mark.parametrize("content", [None, "", "a short text\n\n"])

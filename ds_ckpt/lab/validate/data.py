@@ -69,8 +69,8 @@ class Text:
 
     def evaluation(self) -> Iterator[Inputs]:
         """Yield the held-out batches, always the same."""
-        held_out = self.heldout, _EVALUATION_SEQUENCES, self.length, EVALUATION_BATCHES
-        for ids in workload.evaluation_batches(*held_out, process=0, processes=1):
+        sizes = _EVALUATION_SEQUENCES, self.length, EVALUATION_BATCHES
+        for ids in workload.evaluation_batches(self.heldout, *sizes):
             yield {"input_ids": ids, "labels": ids}
 
 
