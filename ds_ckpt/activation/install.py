@@ -10,6 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
 from ds_ckpt.patch import Patches
 
 log = logging.getLogger("ds_ckpt")
-Surrounding = Callable[..., Any]
-"""`around(label, checkpointed, function, args, kwargs)` calls the second with those that follow."""
 
 
 class CheckpointedBlocks:
@@ -45,7 +44,7 @@ class CheckpointedBlocks:
         *,
         policy: Policy | None = None,
         units: Sequence[Unit] | None = None,
-        around: Surrounding | None = None,
+        around: Callable[..., Any] | None = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         policy = policy or Policy(modules=tuple(patterns) if patterns is not None else None)
@@ -103,17 +102,18 @@ class CheckpointedBlocks:
         self._patches.undo()
 
 
+@dataclass(eq=False)
 class _Run:
     """Checkpointed forwards of one unit's modules, whose inputs may be outputs of each other."""
 
-    def __init__(
-        self, context: RecomputeContext, unit: Unit, check_every: int, around: Surrounding | None
-    ) -> None:
-        self._context, self._around = context, around
-        self._size, self._check_every = len(unit.blocks), check_every
-        self._forwards = self._next = 0
-        self._check = False
-        self._before: weakref.ref[Call] | None = None
+    context: RecomputeContext
+    unit: Unit
+    check_every: int
+    around: Callable[..., Any] | None
+    forwards: int = 0
+    next: int = 0
+    check: bool = False
+    before: weakref.ref[Call] | None = None
 
     def __call__(
         self,
@@ -140,8 +140,8 @@ class _Run:
         if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' flag
             args, kwargs = without_empty_caches(target.name, args, kwargs)
         run = functools.partial(self._checkpointed, index, target)
-        if self._around is not None:
-            return self._around(target.name, run, function, args, kwargs)
+        if self.around is not None:
+            return self.around(target.name, run, function, args, kwargs)
         return run(function, *args, **kwargs)
 
     def _checkpointed(
@@ -152,15 +152,15 @@ class _Run:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        before = self._before() if self._before is not None and index >= self._next else None
+        before = self.before() if self.before is not None and index >= self.next else None
         if before is None:
-            self._check = self._check_every > 0 and self._forwards % self._check_every == 0
-            self._forwards += 1
-        last = index == self._size - 1
-        call = Call(target, self._context, check=self._check)
+            self.check = self.check_every > 0 and self.forwards % self.check_every == 0
+            self.forwards += 1
+        last = index == len(self.unit.blocks) - 1
+        call = Call(target, self.context, check=self.check)
         result = call.run(function, args, kwargs, before=before, last=last)
-        self._before = None if last else weakref.ref(call)
-        self._next = index + 1
+        self.before = None if last else weakref.ref(call)
+        self.next = index + 1
         return result
 
 

@@ -96,12 +96,10 @@ def setting_fields() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for policy in policies():
         for name, field_ in policy.model_fields.items():
-            users = tuple(p.name for p in policies() if name in p.model_fields)
             kind = field_.annotation
-            for marker in (*field_.metadata, Requires("policy", users)):
+            for marker in (*field_.metadata, Requires("policy", (policy.name,))):
                 kind = Annotated[kind, marker]  # type: ignore[assignment]
-            about = Field(default=field_.default, description=field_.description)
-            fields.setdefault(name, (kind, about))
+            fields[name] = kind, Field(default=field_.default, description=field_.description)
     return fields
 
 
@@ -198,11 +196,7 @@ class _Parts(RecomputePolicy):
         chains = [chain for block in blocks for chain in self.chains(block)]
         if blocks and not chains:
             name, module = blocks[0].name, blocks[0].module
-            children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children())
-            why = (
-                f"no part of {type(module).__name__} is called like an {self.name}; it has "
-                f"{children or 'no parts'}"
-            )
+            why = f"no part of {type(module).__name__} is called like an {self.name}"
             remedy = f'name the parts: "modules": ["{name}.<part>"], or use "block"'
             raise ConfigError(Problem(f"{where}.policy", f'"{self.name}"', why, remedy))
         return [Unit(tuple(Block(*part) for part in chain)) for chain in chains]
