@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_ckpt.config.activation import ActivationConfig
-from ds_ckpt.config.compression import CompressionConfig
 from ds_ckpt.config.load import load_file
 from ds_ckpt.config.models import CompatSection, PluginConfig, json_schema, plugin_model
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, show
@@ -20,8 +18,6 @@ from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_
 from ds_ckpt.errors import ConfigError, Problem
 
 __all__ = [
-    "ActivationConfig",
-    "CompressionConfig",
     "PluginConfig",
     "json_schema",
     "load_file",

@@ -131,10 +131,8 @@ class ActivationConfig(Keeping, _WithPolicy):
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
         words += self.settings().values.words() if known else detail
-        words += f" of {', '.join(self.modules)}" if self.modules else ""
-        words += f", {len(self.rules)} rules" if self.rules else ""
-        words += ", determinism checked" if self.check_every else ""
-        return words + self.keeping() + ("" if self.share_gather else ", gathers not shared")
+        rules = f", {len(self.rules)} rules" if self.rules else ""
+        return words + rules + self.keeping()
 
 
 def activation_policy(config: ActivationConfig) -> Policy:

@@ -62,15 +62,6 @@ class ErrorFeedbackConfig(Section):
         "by (1 - a) times its first moment plus a times the gradient.",
     )
 
-    def describe(self) -> str:
-        """Describe the active settings in a few words."""
-        if not self.enabled:
-            return "without error feedback"
-        dtype = "" if self.dtype == "fp32" else f" in {self.dtype}"
-        device = " on the host" if self.device == "cpu" else ""
-        momentum = "" if self.momentum == "none" else f", momentum correction {self.momentum}"
-        return f"with error feedback{dtype}{device}{momentum}"
-
 
 class ExchangeConfig(Section):
     """Settings of the gradient exchange."""
@@ -194,12 +185,13 @@ class CompressionConfig(_WithMethods):
         compressor = MethodSettings(self.method, self.sections()).compressor()
         how = f"as {compressor.describe()}" if compressor else "uncompressed"
         rules = f", {len(self.rules)} rules" if self.rules else ""
-        guard = f", guard: {self.guard.action}" if self.guard.active else ""
-        first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"
-        return (
-            f"gradients {how}{rules}, {self.error_feedback.describe()}, "
-            f"{first} for {self.warmup_steps} steps{guard}"
+        feedback = (
+            "with error feedback" if self.error_feedback.enabled else "without error feedback"
         )
+        if self.error_feedback.momentum != "none":
+            feedback += f", momentum correction {self.error_feedback.momentum}"
+        first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"
+        return f"gradients {how}{rules}, {feedback}, {first} for {self.warmup_steps} steps"
 
     def methods_used(self) -> list[str]:
         """Return the methods of the section and of its rules, which "none" disables."""

