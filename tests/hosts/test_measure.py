@@ -17,7 +17,10 @@ from ds_ckpt.lab.hosts.backends import MASTER_PORT
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.lab.hosts.launcher import run_in_foreground
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Memory, Model, Sample, Store, Trial
+from ds_ckpt.lab.measure.samples import Store, Trial
+from ds_ckpt.lab.measure.spec import Spec
+from ds_ckpt.lab.measure.worker import build_model
+from ds_ckpt.lab.workload import count_parameters
 from tests.hosts.conftest import processes, sets_of
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
@@ -28,12 +31,8 @@ LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"
 RATES = (200.0, None)
 
 
-def samples(folder: Path) -> list[Sample]:
-    return Store(folder).read()
-
-
 def trials(folder: Path) -> list[Trial]:
-    return [s for s in samples(folder) if isinstance(s, Trial)]
+    return [s for s in Store(folder).read() if isinstance(s, Trial)]
 
 
 def wait_for_trials(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
@@ -92,12 +91,6 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
 
 
 @pytest.mark.timeout(1200)
-def test_every_configuration_has_its_trials_at_every_rate(measured: Path) -> None:
-    names = [f"{p}/{m}" for p in ("none", "block") for m in ("stock", "dense", "4bit", "no_comm")]
-    found = {(t.configuration, t.rate_mbit) for t in trials(measured)}
-    assert found == {(name, rate) for name in names for rate in RATES}
-
-
 def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path) -> None:
     """The step has a clock of its own, read once before and once after."""
     for trial in trials(measured):
@@ -137,11 +130,6 @@ def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
             assert busy_s < 1.1 * longest_s, trial.key
 
 
-def test_checkpointing_takes_less_memory(measured: Path) -> None:
-    found = {s.policy: s for s in samples(measured) if isinstance(s, Memory)}
-    assert found["block"].peak_bytes < found["none"].peak_bytes
-
-
 def test_the_report_lies_there_with_its_run(measured: Path) -> None:
     data = json.loads((measured / "report.json").read_text())
     (run,) = data["runs"]
@@ -149,14 +137,6 @@ def test_the_report_lies_there_with_its_run(measured: Path) -> None:
     assert run["versions"]["deepspeed"]
     assert {row["rate_mbit"] for row in data["rows"]} == set(RATES)
     assert "<svg" in (measured / "report.html").read_text()
-
-
-def test_another_experiment_does_not_go_on_in_its_folder(measured: Path) -> None:
-    process = start([f"--output={measured}", "--rates=200mbit", *LARGER])
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 1
-    assert "a run with other settings" in said
-    assert "Traceback" not in said
 
 
 @pytest.mark.slow
@@ -172,7 +152,7 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(
     said = process.communicate(timeout=280)[0]
     assert process.returncode == 0, said
     found = {t.configuration: t for t in trials(folder)}
-    (parameters,) = [s.parameters for s in samples(folder) if isinstance(s, Model)]
+    parameters = count_parameters(build_model(Spec.load(folder)))
     where = ("", "/whole", "/lossless")
     names = {f"none/{method}{w}" for method in ("stock", "dense", "no_comm") for w in where}
     assert set(found) == {*names, "none/stock/zero2"}

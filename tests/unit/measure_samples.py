@@ -8,7 +8,7 @@ Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 from __future__ import annotations
 
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Memory, Model, Sample, StepTime, Trial
+from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
@@ -73,7 +73,7 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
 
 def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
     """Return a complete run of `spec`."""
-    found: list[Sample] = [Model(parameters=5, text="none", corpus_sha256="a" * 64)]
+    found: list[Sample] = []
     for one in spec.configurations:
         for rate in spec.rates:
             found += [trial(spec, one.name, rate, n, drift) for n in range(spec.repetitions)]

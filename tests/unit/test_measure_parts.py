@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_ckpt.lab.measure.parts import PARTS, parts
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
-from ds_ckpt.telemetry.timings import Span, Spans, TimedHandle, Timings
+from ds_ckpt.telemetry.timings import Span, Spans, Timings
 from ds_ckpt.zero3 import collectives
 
 MAIN = 1
@@ -119,13 +119,16 @@ class _Handle:
         return f"in {timeout}"
 
 
-def test_a_wait_is_recorded_and_all_else_is_the_handles_own() -> None:
-    spans, handle = Spans(), _Handle()
-    timed = TimedHandle(handle, spans)
-    assert timed.wait(3.0) == "in 3.0"
-    assert timed.waited == 1
-    (span,) = spans.take()
-    assert span.kind == "collective"
+def test_a_wait_is_a_span_only_where_somebody_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, counters = _Handle(), Counters()
+    monkeypatch.setattr(collectives, "_listeners", [Counters(), counters])
+    assert collectives._timed(lambda: handle, (), {}) is handle
+    counters.spans = Spans()
+    with counters.purpose(Purpose.GATHER_BACKWARD):
+        timed = collectives._timed(lambda: handle, (), {})
+    assert (timed.wait(1.0), timed.waited) == ("in 1.0", 1)
+    kinds = [span.kind for span in counters.spans.take()]
+    assert kinds == ["collective", "gather_backward", "collective"]
 
 
 class _Gathered(nn.Module):
@@ -187,18 +190,3 @@ def test_with_checkpointing_the_peak_is_in_one_recompute() -> None:
     assert _peak(plain) == 24 * 4000
     # six outputs, and what a recompute brings back before it is stopped
     assert 6 * 4000 < _peak(kept) <= 11 * 4000
-
-
-def test_unless_somebody_measures_a_handle_is_deepspeeds_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    handle = _Handle()
-    counters = Counters()
-    monkeypatch.setattr(collectives, "_listeners", [Counters(), counters])
-    assert collectives._timed(lambda: handle, (), {}) is handle
-    counters.spans = Spans()
-    with counters.purpose(Purpose.GATHER_BACKWARD):
-        timed = collectives._timed(lambda: handle, (), {})
-    assert timed.wait(1.0) == "in 1.0"
-    kinds = [span.kind for span in counters.spans.take()]
-    assert kinds == ["collective", "gather_backward", "collective"]

@@ -23,7 +23,7 @@ from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
 
 GOLDEN = Path(__file__).parent / "golden" / "measure_report.md"
-PLOTS = ("parts-0", "parts-1", "parts-2", "bytes-0", "sweep")
+PLOTS = ("parts-0", "parts-1", "parts-2", "bytes-0")
 RUN = {
     "started_utc": "2030-01-01T00:00:00+00:00",
     "command": "ds-ckpt measure --output x",
@@ -121,7 +121,6 @@ def test_every_plot_has_its_data(page: str) -> None:
     wanted = {
         "parts": ["none/stock", "block/4bit", "network: backward", "compression"],
         "bytes": ["none/stock", "reduce", "gather recompute"],
-        "sweep": ["Mbit/s", "block, 4bit"],
     }
     for name, svg in drawn.items():
         texts = " ".join(text for e in svg.iter() if (text := e.text))

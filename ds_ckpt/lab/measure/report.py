@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from ds_ckpt.errors import Problem, StateError
-from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Row
+from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Figure, Row
 from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, find, headline
 from ds_ckpt.lab.measure.run import read_runs
-from ds_ckpt.lab.measure.samples import Model, Store
+from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, link
-from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows, Span
+from ds_ckpt.lab.report.charts import Band, Rows
 from ds_ckpt.lab.report.document import Block, Document, Heading, Items, Plot, Section, Table
 from ds_ckpt.telemetry.units import MB, number
 
@@ -47,19 +46,16 @@ class Report:
 
     runs: list[dict[str, Any]]
     findings: Findings
-    model: Model | None
 
     @classmethod
     def of(cls, path: Path) -> Report:
         """Evaluate a run's folder; StateError if it holds no run, or nothing measured yet."""
         if not (path / SPEC).exists():
             raise _nothing(path, "no spec.json")
-        samples = Store(path).read()
-        findings = find(Spec.load(path), samples)
+        findings = find(Spec.load(path), Store(path).read())
         if not findings.rows:
             raise _nothing(path, "no repetition in which every configuration had its trial")
-        model = next((s for s in samples if isinstance(s, Model)), None)
-        return cls(read_runs(path), findings, model)
+        return cls(read_runs(path), findings)
 
     @property
     def spec(self) -> Spec:
@@ -84,7 +80,6 @@ class Report:
             "format": FORMAT,
             "spec": asdict(self.spec),
             "runs": self.runs,
-            "model": self.model.model_dump() if self.model else None,
             "headline": headline(self.findings),
             **self.findings.content(),
         }
@@ -97,7 +92,6 @@ class Report:
             Section("Step time, bytes and memory", self._steps()),
             Section("Bytes by purpose", self._purposes()),
             Section("Comparisons with dense", self._comparisons()),
-            Section("By link rate", self._sweep()),
             Section("Settings and machine", [self._facts()]),
         ]
         return Document(TITLE, [f"{place}.", _NOTE], sections)
@@ -124,7 +118,7 @@ class Report:
                 [row.configuration for row in rows],
                 "seconds per step (black: the step with its interval)",
                 _bands(seconds),
-                [_span(row.step_s) for row in rows],
+                [(e.low, e.value, e.high) for e in (row.step_s for row in rows)],
             )
             plot = Plot(f"parts-{place}", [chart], "Parts of a step.")
             found += [Heading(link(rate)), self._table(rate, MEASURED), plot]
@@ -148,7 +142,10 @@ class Report:
 
     def _comparisons(self) -> list[Block]:
         found: list[Block] = []
-        for title, mine in self._by_title().items():
+        titles: dict[str, list[ComparisonRow]] = {}
+        for one in self.findings.comparisons:
+            titles.setdefault(f"{one.policy}, {one.method}", []).append(one)
+        for title, mine in titles.items():
             rows = [
                 [figure.heading, *(figure.text(one.values.get(figure.name)) for one in mine)]
                 for figure in DERIVED
@@ -156,28 +153,6 @@ class Report:
             ]
             found += [Heading(title), Table(["", *(link(one.rate_mbit) for one in mine)], rows)]
         return found
-
-    def _by_title(self) -> dict[str, list[ComparisonRow]]:
-        found: dict[str, list[ComparisonRow]] = {}
-        for one in self.findings.comparisons:
-            found.setdefault(f"{one.policy}, {one.method}", []).append(one)
-        return found
-
-    def _sweep(self) -> list[Block]:
-        if sum(rate is not None for rate in self.findings.rates) < 2:
-            return []
-        lines = []
-        for title, mine in self._by_title().items():
-            spans = sorted(
-                (one.rate_mbit, _span(one.values["share_paid"]))
-                for one in mine
-                if one.rate_mbit and not math.isnan(one.values["share_paid"].value)
-            )
-            points = [(rate, span[1]) for rate, span in spans]
-            lines.append(Line(title, points, [span for _, span in spans]))
-        y, caption = "time saved / recomputation", "Above 1 compression pays for recomputation."
-        chart = Lines(lines, "rate of each link, Mbit/s", y, logarithmic="x", levels=[(1, "all")])
-        return [Plot("sweep", [chart], caption)]
 
     def _facts(self) -> Table:
         spec = self.spec
@@ -187,13 +162,9 @@ class Report:
             ["batch", f"{spec.batch} sequences of {spec.tokens} tokens per rank"],
             ["micro-steps per step", str(spec.accumulation)],
             ["repetitions", f"{spec.repetitions}, {trial}"],
-            ["seed", str(spec.seed)],
+            ["model", f"{spec.model or spec.shape or 'Llama'}, {'bf16' if spec.bf16 else 'fp32'}"],
         ]
-        if self.model:
-            dtype = "bf16" if spec.bf16 else "fp32"
-            count = f"{self.model.parameters:,} parameters"
-            rows.append(["model", f"{spec.model or 'Llama'}, {count}, {dtype}"])
-            rows.append(["text", f"{self.model.text}, sha256 {self.model.corpus_sha256[:16]}"])
+        rows.append(["text", spec.text or "Python's documentation"])
         for run in self.runs:
             rows.append([run["started_utc"], run["command"]])
             for name in ("machine", "versions"):
@@ -204,10 +175,6 @@ class Report:
 
 def _bands(values: Sequence[Mapping[str, Any]]) -> list[Band]:
     return [Band(label.replace("_", " "), [one[label] for one in values]) for label in values[0]]
-
-
-def _span(value: Estimate) -> Span:
-    return value.low, value.value, value.high
 
 
 def _nothing(path: Path, found: str) -> StateError:

@@ -63,16 +63,7 @@ class Memory(_Record):
     peak_bytes: int
 
 
-class Model(_Record):
-    """The trained model and its text."""
-
-    kind: Literal["model"] = "model"
-    parameters: int
-    text: str
-    corpus_sha256: str
-
-
-Sample = Trial | Memory | Model
+Sample = Trial | Memory
 _LINE: TypeAdapter[Sample] = TypeAdapter(Annotated[Sample, Field(discriminator="kind")])
 
 

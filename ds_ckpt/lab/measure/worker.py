@@ -25,7 +25,7 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.parts import parts
-from ds_ckpt.lab.measure.samples import Memory, Model, Sample, StepTime, Store, Trial
+from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial
 from ds_ckpt.lab.measure.spec import (
     NO_COMM,
     STOCK,
@@ -148,9 +148,6 @@ class Worker:
 
     def run(self, job: dict[str, Any]) -> None:
         """Measure what the job lists."""
-        parameters = workload.count_parameters(build_model(self.spec))
-        source, digest = self.text.source, self.text.sha256
-        self._append(Model(parameters=parameters, text=source, corpus_sha256=digest))
         engines = {}
         for configuration in self.spec.configurations if job["trials"] else ():
             self.heartbeat.beat(words=f"building {configuration.name}")
