@@ -249,16 +249,6 @@ class InputStore:
         self._reached: set[int] = set()
         """Numbers of the calls that this backward has reached."""
 
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes on the device now."""
-        return sum(kept.nbytes for kept in self._storages.values() if kept.here is not None)
-
-    @property
-    def host_bytes(self) -> int:
-        """Return the bytes in host memory now."""
-        return sum(kept.nbytes for kept in self._storages.values() if kept.host is not None)
-
     # forward
 
     def begin(self, label: str) -> BlockCall:
@@ -273,24 +263,19 @@ class InputStore:
         self._calls[call.number] = call
         return call
 
-    def reason_to_stay(self, tensor: Tensor, min_bytes: int) -> str | None:
-        """Return why the tensor is neither moved nor split, or None."""
+    def stays(self, tensor: Tensor, min_bytes: int) -> bool:
+        """Return whether a tensor is neither moved nor split: not plain, small, or a weight."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-            return "not a plain tensor"
-        if tensor.device != self._device:
-            return f"on {tensor.device.type}"
+            return True
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-            return "an inference, conjugate or negative view"
+            return True
         storage = tensor.untyped_storage()
-        if storage._cdata in self._owned_storages:
-            return "a part of the model"
-        return "small" if storage.nbytes() < max(1, min_bytes) else None
+        is_weight = storage._cdata in self._owned_storages
+        return is_weight or tensor.device != self._device or storage.nbytes() < max(1, min_bytes)
 
     def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
         """Return what the graph holds instead of `tensor`."""
-        reason = self.reason_to_stay(tensor, self._min_bytes)
-        if reason is not None:
-            self.counters.left[reason] += 1
+        if self.stays(tensor, self._min_bytes):
             return InPlaceRef(tensor, version_of(tensor), call.label)
         kept = self._storages.get(tensor.untyped_storage()._cdata)
         if kept is not None:

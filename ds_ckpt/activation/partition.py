@@ -140,10 +140,8 @@ class Partition:
 
     def pack(self, tensor: Tensor, label: str, call: BlockCall) -> ShardedRef:
         """Return what the graph holds instead of `tensor`, an argument of block `label`."""
-        reason = self._store.reason_to_stay(tensor, self._min_bytes)
-        if reason is not None:
-            self.counters.left[reason] += 1
-            self._note(label, tensor, reason)
+        if self._store.stays(tensor, self._min_bytes):
+            self._note(label, tensor)
             return ShardedRef(tensor, self._store.pack(tensor, call))
         shard = self._shards.get(tensor.untyped_storage()._cdata)
         if shard is None or shard.version != tensor._version:

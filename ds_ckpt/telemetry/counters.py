@@ -122,14 +122,12 @@ class OffloadCounters:
     Attributes:
         out, out_bytes: copied to host memory.
         back: copied back; with `retain_graph` more than have left.
-        left: tensors that stay on the device, by reason.
         late: fetches that a recomputation waited for, since they had no prefetch.
     """
 
     out: Counter[str] = field(default_factory=Counter)
     out_bytes: Counter[str] = field(default_factory=Counter)
     back: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
     late: int = 0
 
 
@@ -139,12 +137,10 @@ class PartitionCounters:
 
     Attributes:
         kept_bytes: of this rank's parts, by block.
-        left: tensors that are kept whole, by reason.
         gathers: all-gathers of tensors.
         late: gathers that began when the tensor was needed.
     """
 
     kept_bytes: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
     gathers: int = 0
     late: int = 0

@@ -13,6 +13,7 @@ from tests import architectures
 from tests.distributed import models
 from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh, once
+from tests.unit.offload_models import device_bytes
 
 LAYERS = 4
 GIB = 2**30
@@ -60,7 +61,7 @@ def _train(
                 with SavedActivations(engine.module) as measured:
                     loss = engine(**data).loss
                 store = session._inputs.store if session._inputs else None
-                offloaded.append(store.device_bytes if store else 0)
+                offloaded.append(device_bytes(store) if store else 0)
                 held.append(measured.bytes)
                 engine.backward(loss)
                 gradients += models.gradients(engine)

@@ -12,6 +12,7 @@ from tests import architectures
 from tests.distributed import models
 from tests.distributed.heard import hearing
 from tests.distributed.pool import fresh, once
+from tests.unit.offload_models import device_bytes, host_bytes
 
 
 def _batch(step: int) -> dict[str, torch.Tensor]:
@@ -66,8 +67,8 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             "out": dict(counters.out) if counters else {},
             "back": dict(counters.back) if counters else {},
             "late": counters.late if counters else None,
-            "left_on_host": store.host_bytes if store else None,
-            "left_on_device": store.device_bytes if store else None,
+            "left_on_host": host_bytes(store) if store else None,
+            "left_on_device": device_bytes(store) if store else None,
             "summary": session.summary if session else "",
         }
         engine.destroy()

@@ -22,6 +22,7 @@ from tests.distributed.tensor_parallel import (
     mpu_forgotten,
     neighbours,
 )
+from tests.unit.offload_models import device_bytes, host_bytes
 
 
 def _llama(dropout: float) -> torch.nn.Module:
@@ -131,7 +132,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
         store = session._inputs.store if session and session._inputs else None
         partition = session.partition if session else None
         result["kept"].append(dict(partition.kept_bytes) if partition else {})
-        result["held"] = store.device_bytes + store.host_bytes if store else None
+        result["held"] = device_bytes(store) + host_bytes(store) if store else None
         if extra is not None:
             loss = loss + extra
         engine.backward(loss)
@@ -140,7 +141,6 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
         result["sent"] = (counters.snapshot() - before).bytes_sent[Purpose.PARTITION]
         if partition is not None:
             result["late"] = partition.late
-            result["left"] = dict(partition.left)
         engine.step()
         if partition is not None:
             session._inputs.partition.counters = PartitionCounters()
@@ -148,7 +148,7 @@ def _train(engine: Any, size: int, seeds: str, steps: int, twice: bool) -> dict[
     for handle in handles:
         handle.remove()
     if store is not None:
-        result["left_over"] = (store.device_bytes, store.host_bytes)
+        result["left_over"] = (device_bytes(store), host_bytes(store))
         result["out"] = store.counters.out.total()
     return {**result, "summary": session.summary if session else ""}
 

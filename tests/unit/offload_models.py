@@ -112,11 +112,19 @@ def put_on(
     return blocks, store
 
 
+def device_bytes(store: InputStore) -> int:
+    return sum(kept.nbytes for kept in store._storages.values() if kept.here is not None)
+
+
+def host_bytes(store: InputStore) -> int:
+    return sum(kept.nbytes for kept in store._storages.values() if kept.host is not None)
+
+
 def nothing_left(store: InputStore) -> bool:
     store.end_backward()
     if isinstance(store._copies, LateCopies):
         assert store._copies.sound
-    return (store.device_bytes, store.host_bytes) == (0, 0)
+    return (device_bytes(store), host_bytes(store)) == (0, 0)
 
 
 def gradients(model: nn.Module, data: dict[str, Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from ds_ckpt.activation.offload import Copies, InputStore
 from ds_ckpt.activation.partition import Partition
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
-from tests.unit.offload_models import CPU, LateCopies, equal
+from tests.unit.offload_models import CPU, LateCopies, device_bytes, equal, host_bytes
 from tests.unit.thread_group import ThreadGroup, in_threads, results
 
 _BUILDING = threading.Lock()
@@ -91,7 +91,7 @@ class On:
         inputs.recomputed_together([[b.name for b in unit.blocks] for unit in self.blocks.units])
 
     def nothing_left(self) -> bool:
-        here = self.store.device_bytes, self.store.host_bytes
+        here = device_bytes(self.store), host_bytes(self.store)
         return here == (0, 0) and not self.partition._here and not self.partition._shards
 
 
@@ -151,47 +151,27 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
         assert on.group.exchanges == 3
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_process_keeps_exactly_its_share(size: int) -> None:
-    whole = 64 * 8 * 4
+@pytest.mark.parametrize(("size", "offload"), [(2, False), (4, False), (2, True)])
+def test_each_rank_keeps_exactly_its_share(size: int, offload: bool) -> None:
+    part = 64 * 8 * 4 // size
+    others = 8 * 1 + 64 * 8 + 8 * 4  # mask, order and scale: once, whole
 
-    def work(group: ThreadGroup) -> tuple[int, dict[str, int], int]:
-        model = Model(blocks=5)
-        on = On(model, group, min_bytes=1024)
-        loss = model(_input(64))
-        kept = on.store.device_bytes
-        found = dict(on.partition.counters.kept_bytes)
-        small = on.partition.counters.left["small"]
-        loss.backward()
-        assert on.nothing_left()
-        return kept, found, small
-
-    for kept, found, small in results(in_threads(size, work)):
-        assert found == {f"blocks.{i}": whole // size for i in range(5)}
-        others = 8 * 1 + 64 * 8 + 8 * 4  # mask, order and scale: once, whole
-        assert kept == 5 * whole // size + others
-        assert small == 3 * 5
-
-
-def test_with_offload_the_parts_leave_and_return() -> None:
     def work(group: ThreadGroup) -> On:
-        model = Model(blocks=6)
-        on = On(model, group, offload=True, min_bytes=1024)
+        model = Model(blocks=5)
+        on = On(model, group, offload=offload, min_bytes=1024)
         loss = model(_input(64))
-        part = 64 * 8 * 4 // 2
+        assert on.partition.counters.kept_bytes == {f"blocks.{i}": part for i in range(5)}
         # the small ones belong to the last call too, and stay with it
-        assert on.store.counters.out_bytes == {f"blocks.{i}": part for i in range(5)}
-        assert on.store.host_bytes == 5 * part
+        here = (1 if offload else 5) * part + others
+        assert (device_bytes(on.store), host_bytes(on.store)) == (here, 4 * part * offload)
         loss.backward()
         assert on.nothing_left()
         return on
 
-    for on in results(in_threads(2, work)):
-        counters = on.store.counters
-        assert sum(counters.out.values()) == sum(counters.back.values())
-        # all but the last call's were asked for before their recompute
-        assert on.partition.counters.late == 1
-        assert on.partition.counters.gathers == 6
+    for on in results(in_threads(size, work)):
+        assert on.store.counters.out == on.store.counters.back
+        # all but the last call's were gathered before their recompute
+        assert (on.partition.counters.late, on.partition.counters.gathers) == (1, 5)
 
 
 def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:

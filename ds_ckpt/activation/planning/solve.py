@@ -1,17 +1,13 @@
 """Choice of an option for each block, so that all fits and the least is recomputed. Pure numbers.
 
-Backward frees blocks in the reverse of the order in which they ran. When it is at block i, it needs
-what the blocks before i hold, and what block i needs for its own backward (its saved tensors, made
-again or not). With `held` and `full` of the chosen options that is
+When backward is at block i, it needs what the blocks before i hold, and what block i needs for its
+own backward. With `head` (saved outside of blocks before the last one has ended) and `tail` that is
 
     need_i = max(full_i, held_i + need_{i+1}),   need_n = tail,   head + need_0 <= budget
 
-where head is saved outside of blocks before the last one has ended and tail afterwards.
-
-need_i grows with need_{i+1}, so of two ways to treat the blocks from i on, one that needs no less
-and costs no less is never better: only the Pareto front is carried from the last block to the
-first. That is exact while a front has at most `limit` points. Beyond it, of points that need nearly
-the same (within 1 in `limit` of the front's range) the cheapest stays.
+Of two ways to treat the blocks from i on, one that needs no less and costs no less is never better:
+only the Pareto front is carried from the last block to the first. Beyond `limit` points, of those
+that need nearly the same the cheapest stays.
 """
 
 from __future__ import annotations

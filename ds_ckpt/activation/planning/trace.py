@@ -215,12 +215,8 @@ def survey(
 ) -> Survey:
     """Run a fake copy of the model once, under the caller's autocast, and count what it saves.
 
-    Args:
-        model: in training mode, also partitioned by ZeRO-3, without ds_ckpt's checkpointing on it.
-        args: of its forward. Shapes and types count, and the values of small integers.
-        kwargs: likewise.
-        modules: class names or patterns of the blocks, as in the configuration.
-        device: where the parameters are when the model runs; None: where they are now.
+    The model is in training mode, without our checkpointing, and may be partitioned by ZeRO-3. Of
+    the arguments shapes and types count, and the values of small integers.
 
     Raises:
         UnsupportedError: the forward depends on values of tensors.
