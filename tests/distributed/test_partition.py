@@ -66,23 +66,6 @@ def test_autotp_with_offload_and_everything_split(world2: Any) -> None:
         assert split["kept"][0]["model.layers.0"] > HIDDEN // 2  # with the rotary tables
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "selective",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("segments", "attention", "mlp")),
-    ],
-)
-def test_autotp_with_other_policies(world2: Any, policy: str) -> None:
-    plain = world2.run(cases.auto, "llama", 2, {}, timeout=240)
-    ours = world2.run(cases.auto, "llama", 2, _sections(policy=policy), timeout=240)
-    for none, split in zip(plain, ours, strict=True):
-        assert equal(split["gradients"], none["gradients"])
-        assert split["left_over"] == (0, 0)
-        assert set(split["kept"][0].values()) <= {HIDDEN // 2}
-        assert split["kept"][0]
-
-
 def test_two_forwards_before_a_backward(world2: Any) -> None:
     _check(world2, "llama", 2, _sections(partition_min_bytes=0), twice=True)
 

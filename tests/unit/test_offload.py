@@ -102,18 +102,6 @@ def test_saved_results_of_operators_leave_with_their_block() -> None:
     assert nothing_left(store)
 
 
-def test_blocks_of_one_recompute_come_back_together() -> None:
-    model = Model(blocks=6)
-    scale = torch.rand(6, 64, 8).unbind()
-    policy = Policy(_POLICIES["segments"], modules=("Block",))
-    checkpointed, store = put_on(model, None, policy=policy)
-    model(torch.randn(64, 8), scale[0].clone()).backward()
-    assert checkpointed.units[0].blocks[1].name == "blocks.1"
-    assert store.counters.out == {"blocks.0": 1, "blocks.2": 1}
-    assert store.counters.late == 0
-    assert nothing_left(store)
-
-
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_device_memory_is_one_input_and_those_fetched_ahead(prefetch: int) -> None:
     model = Model(blocks=6)
@@ -142,21 +130,6 @@ def test_device_memory_is_one_input_and_those_fetched_ahead(prefetch: int) -> No
     assert max(most) == (1 + prefetch) * INPUT_BYTES
     assert store.counters.late == 0
     assert nothing_left(store)
-
-
-def test_an_input_by_keyword_goes_out_too() -> None:
-    class Keywords(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x=x)
-            return x.square().mean()
-
-    model = Keywords()
-    x = torch.randn(3, 8)
-    plain = grads(model, x)
-    _, store = put_on(model, ["Block"])
-    assert equal(plain, grads(model, x))
-    assert store.counters.out.total() == store.counters.back.total() == 3
 
 
 def test_several_forwards_before_a_backward_in_any_order() -> None:
