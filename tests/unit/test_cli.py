@@ -102,24 +102,6 @@ def test_doctor_reports_every_group_as_json() -> None:
     assert all(f["detail"] and (f["remedy"] or f["status"] == "ok") for f in findings)
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "status", "words"),
-    [
-        ("torch", "2.13.0", "ok", "2.13.0"),
-        ("torch", "99.0", "warning", "tried with"),
-        ("torch", "2.7.1", "broken", "saved tensors"),
-        ("transformers", "4.40.0", "warning", "tried with"),
-    ],
-)
-def test_doctor_reports_an_untested_version(
-    package: str, version: str, status: str, words: str
-) -> None:
-    finding = doctor._version(package, version)
-    assert finding.status == status
-    assert words in finding.detail
-    assert finding.remedy or status == "ok"
-
-
 @pytest.mark.parametrize(("status", "code"), [("broken", 1), ("missing", 0)])
 def test_doctor_fails_only_for_a_broken_hook(
     monkeypatch: pytest.MonkeyPatch, status: doctor.Status, code: int

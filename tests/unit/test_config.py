@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -289,15 +288,3 @@ def test_a_file_that_is_not_strict_json_is_refused(
     found = [problem.where.replace(str(path), "FILE") for problem in caught.value.problems]
     assert all(a.startswith(b) for a, b in zip(found, places, strict=True)), found
     assert all(p.why and p.remedy and p.found for p in caught.value.problems)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ConfigError) as caught:
-            load_file(path)
-        assert caught.value.problems[0].where == str(path)
-
-
-def test_every_preset_is_valid() -> None:
-    for path in (Path(__file__).parents[2] / "ds_configs").glob("*.json"):
-        assert parse(json.loads(path.read_text())).active

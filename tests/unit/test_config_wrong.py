@@ -182,12 +182,3 @@ def test_generated_wrong_configs_are_refused_with_words() -> None:
     check()
     assert len(seen) >= 200
     assert len(LEAVES) >= 40
-
-
-@pytest.mark.parametrize("keys", NOT_AUTO, ids=".".join)
-def test_auto_is_refused(keys: Keys) -> None:
-    config = {"zero_optimization": {"stage": 3}, "ds_ckpt": copy.deepcopy(_ALL_ON)}
-    _put(config, keys, "auto")
-    with pytest.raises(ConfigError) as caught:
-        parse(config)
-    assert _path(keys) in {p.where for p in caught.value.problems}
