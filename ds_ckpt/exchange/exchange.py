@@ -272,8 +272,8 @@ class AllToAllExchange:
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
         """Return a bucket's tensors with compressors, contributions and layouts."""
-        if tensors and self.timings.module is None and not on_host(tensors[0].device):
-            self.timings.module = torch.get_device_module(tensors[0].device)
+        if tensors:
+            self.timings.is_asynchronous = not on_host(tensors[0].device)
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self._in_host is not None and flats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -84,58 +84,35 @@ class TimedHandle:
 
 @dataclass
 class Timings:
-    """Seconds by section, without those of inner sections, for one thread at a time.
+    """Host seconds by section, without those of inner sections, for one thread at a time.
 
     Sections are `in_host` (sum inside the node), `residual`, `pack`, `wire` (waiting for other
     ranks and their bytes) and `unpack`.
 
     Attributes:
         spans: where sections are recorded as spans, too; None: nowhere.
-        module: `torch.get_device_module` of an accelerator, whose stream is timed; None: the host.
+        is_asynchronous: the sections run on an accelerator, so the host's clock is not read.
     """
 
     spans: Spans | None = None
-    module: Any = None
-    _seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    is_asynchronous: bool = False
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _open: list[str] = field(default_factory=list)
-    _marks: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
-    """Unread sections: name, name of the section around it, start and end."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Time the block as a section."""
-        outer = self._open[-1] if self._open else None
         self._open.append(name)
-        start = self._mark()
+        start_s = time.perf_counter()
         try:
             with nullcontext() if self.spans is None else self.spans.span(name):
                 yield
         finally:
             self._open.pop()
-            self._marks.append((name, outer, start, self._mark()))
-            while self._marks and (self.module is None or self._marks[0][3].query()):
-                self._count(*self._marks.popleft())
-
-    @property
-    def seconds(self) -> defaultdict[str, float]:
-        """Seconds by section since the start; waits for an accelerator's sections."""
-        while self._marks:
-            self._marks[0][3].synchronize()
-            self._count(*self._marks.popleft())
-        return self._seconds
-
-    def _mark(self) -> Any:
-        if self.module is None:
-            return time.perf_counter()
-        event = self.module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _count(self, name: str, outer: str | None, start: Any, end: Any) -> None:
-        took_s = end - start if self.module is None else start.elapsed_time(end) / 1e3
-        self._seconds[name] += took_s
-        if outer is not None:
-            self._seconds[outer] -= took_s
+            took_s = 0.0 if self.is_asynchronous else time.perf_counter() - start_s
+            self.seconds[name] += took_s
+            if self._open:
+                self.seconds[self._open[-1]] -= took_s
 
 
 @dataclass
