@@ -13,14 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake, with the four parts of an error message.
-
-    Attributes:
-        where: JSON path (`$.ds_ckpt.compression.method`), parameter name or DeepSpeed symbol.
-        found: observed value.
-        why: reason why it is wrong.
-        remedy: what to write or do instead.
-    """
+    """One mistake: JSON path (or option, parameter, symbol), observed value, reason, remedy."""
 
     where: str
     found: str

@@ -79,14 +79,12 @@ class Section(BaseModel):
     """One object of the configuration.
 
     Attributes:
-        aliases: keys of other libraries, and the key that has their meaning here.
         renamed: former names of keys, which are accepted with a warning, and their names.
         removed: settings of earlier releases, by key.
         unused: settings that are accepted and have no effect; their description is the warning.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    aliases: ClassVar[Mapping[str, str]] = {}
     renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, Removed]] = {}
     unused: ClassVar[tuple[str, ...]] = ()
@@ -167,5 +165,4 @@ def _not_auto(value: str) -> str:
 
 WHOLE_NUMBER = BeforeValidator(_whole_number)
 """For a Literal of integers, which 4.0 and true would equal."""
-SWITCH = Expects("true or false", "true")
 Name = Annotated[str, Field(min_length=1), AfterValidator(_not_auto)]

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, OffloadedRef, copies_for
 from ds_ckpt.activation.partition import Group, Partition, ShardedRef
 from ds_ckpt.activation.policies import PLANNED, Unit
-from ds_ckpt.fields import SWITCH, Removed, Requires, Section
+from ds_ckpt.fields import Removed, Requires, Section
 
 
 class CheckpointedInputs:
@@ -121,7 +121,7 @@ class Keeping(Section):
         ),
     }
 
-    offload: Annotated[bool, SWITCH, _CHECKPOINTING] = Field(
+    offload: Annotated[bool, _CHECKPOINTING] = Field(
         default=False,
         description="Keep the inputs of all recomputations but the last in pinned host memory. "
         "They are copied out while the next block runs, and back before their recomputation: "
@@ -143,7 +143,6 @@ class Keeping(Section):
     )
     partition: Annotated[
         bool,
-        SWITCH,
         _CHECKPOINTING,
         Requires(
             "activation.policy",

@@ -73,8 +73,6 @@ class EntropyCoded(Method, Codec):
         "1bit": {"entropy_coded": {"bits": 1.0}},
         "third_bit": {"entropy_coded": {"bits": 0.33}},
     }
-    aliases = {"num_bits": "bits", "bits_per_element": "bits"}
-
     bits: Annotated[float, Expects("a number from 0.05 to 2", "1.0")] = Field(
         default=1.0,
         ge=0.05,

@@ -47,7 +47,6 @@ class PowerSGD(Method):
     least_dims = 2
     sparse = "topk"
     presets = {"powersgd": {"powersgd": {"rank": 4}}}
-    aliases = {"r": "rank", "matrix_approximation_rank": "rank"}
     removed = {
         "alternate": Removed(
             "both factors are sent in every step", "remove it; lower rank", constant=False

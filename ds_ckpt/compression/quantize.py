@@ -56,7 +56,6 @@ class Quantize(Method, Codec):
     about = "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error"
     example = '{"bits": 3}'
     presets = {f"{bits}bit": {"quantize": {"bits": bits}} for bits in (4, 3, 2)}
-    aliases = {"num_bits": "bits", "block_size": "block", "group_size": "block"}
     removed = {
         "rotated": Removed(
             "rotated values trained no better", "remove it; write more bits", constant=False

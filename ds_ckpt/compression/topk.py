@@ -46,7 +46,6 @@ class TopK(Method, Codec):
     about = "the largest entries only; fewer bytes, and it costs loss"
     example = '{"density": 0.01}'
     presets = {"topk": {"topk": {"density": 0.01, "values": "int8"}}}
-    aliases = {"k": "density", "ratio": "density", "sparsity": "density", "dtype": "values"}
     removed = {
         "offsets": Removed("the places of entries are bytes", "remove it", constant="bytes"),
         "selection": Removed('only "blocks" is left', "remove it", constant="blocks"),

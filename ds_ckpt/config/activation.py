@@ -39,8 +39,6 @@ class ActivationRuleConfig(_WithPolicy):
 class ActivationConfig(Keeping, _WithPolicy):
     """Activation checkpointing: keep few activations, recompute the others in backward."""
 
-    aliases = {"type": "policy", "mode": "policy", "classes": "modules", "blocks": "modules"}
-
     policy: str = Field(
         "none",
         description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '

@@ -130,8 +130,6 @@ class _WithMethods(Section):
 class RuleConfig(_WithMethods):
     """Method for some tensors. The first matching rule decides."""
 
-    aliases = {"pattern": "match", "name": "match", "ndim": "dims"}
-
     match: Annotated[Name, Expects("a pattern over parameter names", '"*embed*"')] = Field(
         description="Shell pattern (fnmatch) over parameter names."
     )
@@ -144,7 +142,6 @@ class RuleConfig(_WithMethods):
 class CompressionConfig(_WithMethods):
     """Encoding of gradients in ZeRO-3's reduction."""
 
-    aliases = {"type": "method", "algorithm": "method", "name": "method", "ratio": "topk.density"}
     renamed = {"start_step": "warmup_steps"}
 
     method: str = "none"

@@ -82,7 +82,7 @@ def _problem(
 def _unknown_key(key: str, value: object, model: type[Section], path: str) -> Problem:
     place, why = join(path, key), f"{show(key)} is not a key of {path}"
     keys = list(model.model_fields)
-    if meant := model.aliases.get(key.lower()) or nearest(key, keys):
+    if meant := nearest(key, keys):
         why += f'; did you mean "{meant}"?'
         return Problem(place, show(value), why, f"write it as {path}.{meant}")
     return Problem(place, show(value), why, f"remove it; the keys here are {', '.join(keys)}")

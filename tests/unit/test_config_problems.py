@@ -27,7 +27,7 @@ _SECTIONS = {
 ROWS = """
 a.policy=blok -> a.policy: did_you_mean_"block"
 a.Policy=block -> a.Policy: "policy"
-a.mode=block -> a.mode: a.policy
+a.kind=block -> a.kind: the_keys_here_are
 a.policy=block a.check=1 -> a.check: the_keys_here
 a.policy=block a.share_gather=1 -> a.share_gather: a_valid_boolean
 a.policy=block a.share_gather="true" -> a.share_gather: in_quotes_it_is_text
@@ -72,7 +72,7 @@ a=[] d={} -> a: in_braces
 c.methd=topk -> c.methd: "method"
 c.method=TopK -> c.method: "topk"
 c.method=ef21 c.ef21={"momentum":0.9} -> c.method: must_be | c.ef21: not_a_key
-c.ratio=0.1 -> c.ratio: c.topk.density
+c.ratio=0.1 -> c.ratio: the_keys_here_are
 c.method=topk c.topk.density="0.01" -> c.topk.density: text
 c.method=topk c.topk.density=0 -> c.topk.density: above_0
 c.method=topk c.topk.density=NaN -> c.topk.density: number
