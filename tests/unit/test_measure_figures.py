@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Row
 from ds_ckpt.lab.measure.findings import Findings, estimate, find, headline
-from ds_ckpt.lab.measure.samples import Store, Trial
+from ds_ckpt.lab.measure.samples import Trial
 from tests.unit import measure_samples as known
 
 WITH_WEIGHTS = replace(known.SPEC, weights=("whole", "lossless"), baselines=("zero2",), bf16=True)
@@ -159,9 +158,3 @@ def test_the_headline_compares_the_first_method_with_dense(
     assert "recomputation adds 0.100 s" in sentence
     none = replace(spec, policies=("none",))
     assert "No comparison" in headline(find(none, known.samples(none)))
-
-
-def test_a_stored_run_is_evaluated_like_its_samples(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.append(*known.samples())
-    assert find(known.SPEC, store.read()) == find(known.SPEC, known.samples())

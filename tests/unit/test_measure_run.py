@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,14 +15,10 @@ from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
-from ds_ckpt.lab.measure import run, worker
+from ds_ckpt.lab.measure import run
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
-
-
-class _KillError(BaseException):
-    """Ends a process in mid-work."""
 
 
 def test_a_run_continues_only_with_its_settings_versions_and_machines(
@@ -152,23 +146,3 @@ def test_the_demo_is_a_preset(
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
     assert (spec.methods, spec.repetitions) == (("topk",), 4)
     assert spec.baselines == ("zero1",)
-
-
-def test_the_memory_of_policies_is_reduced_on_the_accelerator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """NCCL takes no tensor of the host."""
-    devices = []
-
-    def all_reduce(tensor: torch.Tensor, **_: Any) -> None:
-        devices.append(str(tensor.device))
-        raise _KillError
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(
-        worker, "get_accelerator", lambda: SimpleNamespace(current_device_name=lambda: "meta")
-    )
-    one: Any = SimpleNamespace(peak_bytes=lambda _batch: 2)
-    with pytest.raises(_KillError):
-        worker.Worker._measure_memory(MagicMock(), one)
-    assert devices == ["meta"]
