@@ -92,7 +92,6 @@ class Ours:
             for shape in shapes
         ]
         sizes = [powersgd.matrix_shape(s) for s, low in zip(shapes, self._low, strict=True) if low]
-        self._ps = [torch.empty(rows, rank) for rows, _ in sizes]
         self._qs = [
             powersgd.initial_factor(str(i), size[1], rank, "cpu") for i, size in enumerate(sizes)
         ]
@@ -107,14 +106,16 @@ class Ours:
                 matrices.append(pending.view(powersgd.matrix_shape(gradient.shape)))
             else:
                 dense.append(gradient.view(-1) / WORLD)
-        for matrix, p, q in zip(matrices, self._ps, self._qs, strict=True):
-            powersgd.project(matrix, powersgd.orthogonalize(q), p)
-        summed = self._sum.sum([self._sum.rounded(p) for p in self._ps])
+        ps = [
+            powersgd.project(matrix, powersgd.orthogonalize(q))
+            for matrix, q in zip(matrices, self._qs, strict=True)
+        ]
+        summed = self._sum.sum([self._sum.rounded(p) for p in ps])
         small = self._sum.sum([self._sum.rounded(d) for d in dense])
         own = [powersgd.orthogonalize(p) for p in summed]
         mine = []
-        for matrix, p, q in zip(matrices, own, self._qs, strict=True):
-            mine.append(self._sum.rounded(powersgd.back_project(matrix, p, q)))
+        for matrix, p in zip(matrices, own, strict=True):
+            mine.append(self._sum.rounded(powersgd.back_project(matrix, p)))
         self._qs = self._sum.sum(mine)
         delivered = []
         for matrix, p, half, q in zip(matrices, own, mine, self._qs, strict=True):

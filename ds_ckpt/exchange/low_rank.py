@@ -192,9 +192,7 @@ class LowRankPart:
         items = list(self._matrices.values())
         _orthonormalize(self._warm)
         for item in items:
-            out = item.given.new_empty(len(item.matrix), item.given.shape[1])
-            out = powersgd.project(item.matrix, item.given, out)
-            item.mine = self._factor_sum.rounded(out)
+            item.mine = self._factor_sum.rounded(powersgd.project(item.matrix, item.given))
         flag = torch.zeros(1, dtype=torch.float32, device=self._device)
         flag.masked_fill_(~finite, torch.nan)
         with self._timings.section("wire"):
@@ -204,9 +202,7 @@ class LowRankPart:
             item.given = total
         _orthonormalize(items)
         for item in items:
-            out = item.given.new_empty(item.matrix.shape[1], item.given.shape[1])
-            out = powersgd.back_project(item.matrix, item.given, out)
-            item.mine = self._factor_sum.rounded(out)
+            item.mine = self._factor_sum.rounded(powersgd.back_project(item.matrix, item.given))
             powersgd.subtract_product_(item.matrix, item.given, item.mine)
             item.blocks.write_back(item.matrix, item.local)
             item.local[item.blocks.layout.shard(self._dp_rank)].zero_()

@@ -120,16 +120,14 @@ class Rules:
         """Return the compressor of a parameter; None: uncompressed."""
         if not shape.numel():
             return None
-        for rule in self.rules:
-            if rule.applies(name, shape):
-                return self._applicable(rule.settings.compressor(), shape)
-        if len(shape) < 2 or shape.numel() < self.min_numel:
+        rule = next((rule for rule in self.rules if rule.applies(name, shape)), None)
+        if rule is not None:
+            compressor = rule.settings.compressor()
+        elif len(shape) < 2 or shape.numel() < self.min_numel:
             return None
-        sparse = name in self.embeddings and shape[0] >= SPARSE_ROWS
-        method = self.default.kind.sparse if sparse else None
-        return self._applicable(self.default.compressor(method), shape)
-
-    def _applicable(self, compressor: Compressor | None, shape: torch.Size) -> Compressor | None:
+        else:
+            is_sparse = name in self.embeddings and shape[0] >= SPARSE_ROWS
+            compressor = self.default.compressor(self.default.kind.sparse if is_sparse else None)
         return compressor.applicable(shape, self.local) if compressor is not None else None
 
     def check(self, shapes: Iterable[tuple[str, torch.Size]]) -> None:
@@ -173,8 +171,7 @@ class ExchangeSettings:
     """The configuration's `compression` section in plain values.
 
     Attributes:
-        warmup_bits: bits of a value during the warm-up, of tensors that are compressed after it;
-            None: the warm-up is DeepSpeed's own reduction.
+        warmup_bits: bits of a value during the warm-up; None: DeepSpeed's own reduction.
         when: see `holds_back`.
         momentum: weight of the newest gradient beside AdamW's first moment.
     """
@@ -211,11 +208,7 @@ class ExchangeSettings:
         return Rules(self.default, self.min_numel, self.rules, embeddings, local)
 
     def warm_up(self, choose: Choose) -> Choose | None:
-        """Return the compressors of the warm-up; None: DeepSpeed's own reduction.
-
-        Args:
-            choose: compressors after it.
-        """
+        """Return the compressors of a warm-up before `choose`; None: DeepSpeed's own reduction."""
         if self.warmup_bits is None or not self.warmup_steps or self.lossless:
             return None
         values = Quantize(bits=self.warmup_bits)
@@ -226,12 +219,7 @@ class ExchangeSettings:
         return in_few_bits
 
     def residuals(self, dp_rank: int, *, holds: bool = False) -> Feedback | None:
-        """Return empty residuals of one rank; None if nothing is left out or accumulated.
-
-        Args:
-            dp_rank: seed of the rounding.
-            holds: whether micro-steps are accumulated in them.
-        """
+        """Return empty residuals of one rank; None if nothing is left out or accumulated."""
         if self.lossless and not holds:
             return None
         return Feedback(

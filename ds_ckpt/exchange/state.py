@@ -47,7 +47,6 @@ _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
 _PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors.model_states.pt"
 _NAME = re.compile(r"ds_ckpt_residuals_(\d+)_of_(\d+)\.safetensors.*")
 _WHY = "residuals of all ranks are needed: their sum is not delivered yet"
-_ONE_SAVE = "restore the files of one save"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 Parts = Mapping[str, Mapping[str, Any]]
 """State beside the residuals: tensors and JSON values by part and key."""
@@ -60,7 +59,7 @@ class Stateful(Protocol):
         """Return tensors and JSON values by part and key."""
 
     def load_state_dict(self, state: Parts) -> None:
-        """Replace what is held; missing parts start anew. Ranks of another world get rank 0's."""
+        """Replace what is held; ranks of another world get rank 0's."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,11 @@ class Contents:
 
 
 class SavedFile:
-    """A file opened for reading.
-
-    Attributes:
-        world: from its name.
-        method: whose residuals these are.
-        format: any but `FORMAT` is unreadable.
-        steps, members: see the module.
-        names: parameters with a residual.
-
-    Raises:
-        StateError: the file is damaged, or another rank's.
-    """
+    """A file opened for reading; `steps` and `members` as in the module, `world` from its name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        process, self.world = _place(path)
+        rank, self.world = _place(path)
         try:
             self._file = SealedFile(path)
             metadata = self._file.metadata
@@ -98,11 +86,10 @@ class SavedFile:
             self.steps = int(about.get("steps", 0))
             self.members: tuple[int, ...] | None = None if members is None else tuple(members)
             self._values: dict[str, dict[str, Any]] = about.get("values", {})
-            found = (about.get("process", process), about.get("world", self.world))
+            if (about.get("process", rank), about.get("world", self.world)) != (rank, self.world):
+                raise DamagedError("the file of another rank")
         except (ValueError, TypeError, AttributeError) as error:
-            raise _refused(path, str(error), _WHY, "restore the file") from error
-        if found != (process, self.world):
-            raise _refused(path, f"the file of rank {found[0]}", _WHY, "restore the file")
+            raise _refused(path, str(error)) from error
         keys = self._file.keys
         self.names = [k.removeprefix(_RESIDUAL) for k in keys if k.startswith(_RESIDUAL)]
 
@@ -111,7 +98,7 @@ class SavedFile:
         try:
             self._file.check()
         except DamagedError as error:
-            raise _refused(self.path, str(error), _WHY, "restore the file") from error
+            raise _refused(self.path, str(error)) from error
 
     def numel(self, name: str) -> int:
         """Return the number of entries of a residual."""
@@ -229,7 +216,7 @@ class ResidualFiles:
         for file in files:
             if file.steps != first.steps:
                 found_steps = f"residuals after {file.steps} steps, in others after {first.steps}"
-                raise _refused(file.path, found_steps, _WHY, _ONE_SAVE)
+                raise _refused(file.path, found_steps)
             file.check()
         residuals: dict[str, QuantizedTensor] = {}
         if is_same:
@@ -273,7 +260,7 @@ class ResidualFiles:
         }
         for file in files:
             if more := set(file.names) - total.keys():
-                raise _refused(file.path, f"residuals of {min(more)} too", _WHY, _ONE_SAVE)
+                raise _refused(file.path, f"residuals of {min(more)} too")
             for name in file.names:
                 total[name].add_(file.residual(name).decoded())
         return {name: QuantizedTensor(tensor) for name, tensor in total.items()}
@@ -281,12 +268,10 @@ class ResidualFiles:
     def _fitting(self, path: Path) -> SavedFile:
         """Return the file if it is of this run's method and shapes."""
         file = SavedFile(path)
-        is_readable = file.format == FORMAT
-        if file.method != self._method or not is_readable:
-            remedy = f"set ds_ckpt.compression.method to {file.method}" if is_readable else ""
+        if (file.method, file.format) != (self._method, FORMAT):
             found = f"method {file.method}, format {file.format}"
             why = f"this run uses method {self._method}, format {FORMAT}"
-            raise _refused(path, found, why, remedy)
+            raise _refused(path, found, why, f"set ds_ckpt.compression.method to {file.method}")
         for name in file.names:
             shards = ShardLayout(self._numels.get(name, 0), file.world)
             wanted = LocalShard(shards, file.members or tuple(range(file.world))).numel
@@ -330,10 +315,11 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
     if missing or len(worlds) > 1:
         what = f"residuals of {len(found)} ranks, worlds {worlds}"
         what += f", without {', '.join(missing)}" if missing else ""
-        raise _refused(folder, what, _WHY, _ONE_SAVE)
+        raise _refused(folder, what)
     return [files[place] for place in places]
 
 
-def _refused(where: Path, found: str, why: str, remedy: str) -> StateError:
-    remedies = [remedy] if remedy else []
-    return StateError(Problem(str(where), found, why, ", or ".join([*remedies, _START_AT_0])))
+def _refused(
+    where: Path, found: str, why: str = _WHY, remedy: str = "restore the files of one save"
+) -> StateError:
+    return StateError(Problem(str(where), found, why, f"{remedy}, or {_START_AT_0}"))
