@@ -25,45 +25,24 @@ from tests.distributed.tensor_parallel import (
 from tests.unit.offload_models import device_bytes, host_bytes
 
 
-def _llama(dropout: float) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _build(kind: str, dropout: float) -> torch.nn.Module:
+    import transformers
 
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "attention_dropout": dropout,
+        "use_cache": False,
+    }
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            attention_dropout=dropout,
-            use_cache=False,
-        )
-    )
-
-
-def _neox(dropout: float) -> torch.nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(0)
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            hidden_dropout=dropout,
-            attention_dropout=dropout,
-            use_cache=False,
-        )
-    )
-
-
-_BUILD = {"llama": _llama, "neox": _neox}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    config = transformers.GPTNeoXConfig(hidden_dropout=dropout, **sizes)
+    return transformers.GPTNeoXForCausalLM(config)
 
 
 def tokens_of(replica: int, step: int, length: int = 12) -> dict[str, torch.Tensor]:
@@ -93,7 +72,7 @@ def auto(
     """
     fresh()
     with hearing() as heard, auto_tp(size):
-        model = _BUILD[kind](dropout)
+        model = _build(kind, dropout)
         config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
         engine, *_ = ds_ckpt.initialize(
             model=model, model_parameters=list(model.parameters()), config=config

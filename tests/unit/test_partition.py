@@ -111,34 +111,24 @@ def _input(rows: int = 6, width: int = 8, seed: int = 1) -> Tensor:
     rows=st.integers(1, 5),
     blocks=st.integers(1, 5),
     size=st.integers(2, 5),
-    offload=st.booleans(),
-    ahead=st.integers(1, 3),
-    every=st.integers(1, 3),
-    late=st.booleans(),
+    how=st.fixed_dictionaries(
+        {
+            "offload": st.booleans(),
+            "ahead": st.integers(1, 3),
+            "every": st.integers(1, 3),
+            "late": st.booleans(),
+        }
+    ),
 )
 def test_gradients_are_bitwise_those_of_no_checkpointing(
-    width: int,
-    rows: int,
-    blocks: int,
-    size: int,
-    offload: bool,
-    ahead: int,
-    every: int,
-    late: bool,
+    width: int, rows: int, blocks: int, size: int, how: dict[str, Any]
 ) -> None:
     x = _input(rows, width)
     plain = grads(Model(width, blocks), x)
 
     def work(group: ThreadGroup) -> On:
         model = Model(width, blocks)
-        on = On(
-            model,
-            group,
-            offload=offload,
-            ahead=ahead,
-            every=every,
-            late=late,
-        )
+        on = On(model, group, **how)
         for _ in range(3):
             assert equal(plain, grads(model, x))
             assert on.nothing_left()

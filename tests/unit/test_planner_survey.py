@@ -110,16 +110,6 @@ def test_what_a_block_and_the_outside_save_is_there_whatever_the_block_does() ->
         assert plan.needed_bytes >= plan.held_bytes, word
 
 
-@pytest.mark.parametrize("rates", [RATES, Rates(4e14, 3e12, 5e10)])
-def test_a_recompute_takes_no_longer_than_the_forward_that_it_repeats(rates: Rates) -> None:
-    found = survey(build("llama", 2), (), batch("llama"))
-    planner = Planner(found, rates, 1)
-    for word in planner.words:
-        plan = planner.all_alike(word, Allowance(GIB, "activations"))
-        for block, forward_s in zip(plan.blocks, planner.forward_s, strict=False):
-            assert block.recompute_s <= forward_s * (1 + 1e-9), word
-
-
 def test_a_padding_mask_decides_as_in_training() -> None:
     """With values unknown transformers would make a mask where training needs none."""
     model = build("llama", 2, tie_word_embeddings=True)

@@ -210,23 +210,6 @@ def test_an_exchange_is_ordered_and_waits_for_nothing(where: str) -> None:
     assert [gpu.findings for gpu in gpus] == [[], []]
 
 
-def test_an_exchange_in_a_stream_that_did_not_wait_is_found() -> None:
-    """DeepSpeed's reduction stream waits for backward's; what does not is seen."""
-    gpus = [Gpu(), Gpu()]
-    side = gpus[0].Stream()
-    world = World(2, lambda name, shape: Quantize(bits=3))
-
-    def step(p: int) -> None:
-        made = gpus[p].tensor(torch.randn(48, 64)) * 1.0
-        with gpus[p].stream(side if p == 0 else None):
-            world.exchanges[p].average(["w"], [made])
-
-    with gpus[0].watched():
-        world.virtual.run(lambda p: in_threads(gpus[p], step)(p))
-    assert any("reads what mul" in finding for finding in gpus[0].findings)
-    assert not gpus[1].findings
-
-
 # ---- weights between hosts
 
 
