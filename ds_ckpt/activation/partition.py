@@ -90,13 +90,8 @@ class ShardedRef(TensorView):
 class Partition:
     """Split tensors of block calls between forward and backward.
 
-    Args:
-        group: ranks with equal tensors.
-        store: keeps the parts.
-        device: device of the model.
-        min_bytes: smaller storages are not split.
-        ahead: number of earlier calls whose tensors are gathered ahead.
-        every: values are compared in the first call of each block and every `every`-th after it.
+    Storages from `min_bytes` on are split, and gathered `ahead` calls ahead. Values are compared in
+    the first call of each block and every `every`-th after it.
     """
 
     def __init__(

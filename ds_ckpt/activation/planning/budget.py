@@ -34,14 +34,10 @@ BudgetOf = Literal["activations", "accelerator"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to treat a block.
+    """A way to treat a block; `save_ops` is None if it is not recomputed.
 
-    Attributes:
-        save_ops: operator results that the recompute keeps; None: the block is not recomputed.
-        held: storages that wait for backward.
-        full: storages at once while the block's backward runs: `held`, and the tensors that its
-            largest recompute makes again.
-        flops: of its recomputes, like `moved_bytes`.
+    `held` waits for backward. `full` is there while the block's backward runs: `held`, and the
+    tensors that its largest recompute makes again. The other fields are costs of its recomputes.
     """
 
     save_ops: tuple[str, ...] | None
@@ -104,13 +100,10 @@ def _recomputed(
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The plan of one block.
+    """The plan of one block; `save_ops` is None if it is not recomputed.
 
-    Attributes:
-        word: name of its way.
-        save_ops: operator results that a recompute keeps; None: the block is not recomputed.
-        held_bytes: on the device between its forward and its backward.
-        recompute_s: by the device's rates, waiting for copies included.
+    `held_bytes` are on the device between its forward and its backward. `recompute_s` includes
+    waiting for copies.
     """
 
     name: str
@@ -131,7 +124,6 @@ class ActivationPlan:
         none_bytes: saved activations if nothing were recomputed.
         held_bytes: on the device between forward and backward.
         needed_bytes: the most at once, of the memory that the budget counts.
-        tokens: elements of the batch's largest integer tensor, else of its largest tensor.
     """
 
     of: BudgetOf

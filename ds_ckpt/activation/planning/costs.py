@@ -61,11 +61,7 @@ def launches(func: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device.
-
-    Attributes:
-        bus_bytes_per_s: between device and host memory, one way.
-    """
+    """Rates of a device; `bus_bytes_per_s` is between device and host memory, one way."""
 
     flops_per_s: float
     bytes_per_s: float

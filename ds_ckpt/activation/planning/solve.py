@@ -27,11 +27,8 @@ _Floats = npt.NDArray[np.float64]
 class Option:
     """An option for a block.
 
-    Attributes:
-        held: bytes that wait for backward on the device.
-        full: bytes at once during the block's backward; at least `held`.
-        cost: of recomputing, in any unit.
-        moved: bytes that wait in host memory; the caller counts them.
+    `held` bytes wait for backward on the device, `full` are there during the block's backward, and
+    `moved` wait in host memory, which the caller counts.
     """
 
     held: int

@@ -39,14 +39,10 @@ NO_STORAGE = -1
 
 @dataclass(frozen=True)
 class TracedOperator:
-    """An operator of the forward.
+    """An operator of the forward, with the storages that it returned and wrote into.
 
-    Attributes:
-        saves: tensors that autograd had saved when it had run, parameters not counted.
-        results: storages of the tensors that it returned.
-        written: storages that it wrote into.
-        flops: of products, convolutions and attention cores.
-        moved_bytes: read and written; 0 for views, and where there are flops, which take longer.
+    `saves` counts what autograd had saved when it had run. `moved_bytes` is 0 for views, and where
+    there are flops, which take longer.
     """
 
     func: Any
