@@ -151,7 +151,7 @@ def orthogonalize_all(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _cholesky_qr(factors: Tensor) -> Tensor:
-    """Orthogonalize [b, n, r] by CholeskyQR2 (Yamamoto et al. 2015) in fp64.
+    """Orthogonalize [b, n, r] by repeated CholeskyQR (Yamamoto et al. 2015) in fp64.
 
     Columns are normalized first; dependent ones are replaced.
     """
@@ -167,7 +167,7 @@ def _cholesky_qr(factors: Tensor) -> Tensor:
     dependent = (new <= _DEPENDENT).unsqueeze(1) | (norms == 0)
     if not on_host(factors.device) or bool(dependent.any()):  # an accelerator would have to wait
         unit = torch.where(dependent, _directions(unit), unit)
-    for _ in range(2):
+    for _ in range(3):  # the third for columns that nearly depend on each other
         lower = torch.linalg.cholesky_ex(_gram(unit)).L
         unit = torch.linalg.solve_triangular(lower.mT, unit, upper=True, left=False)
     return unit.float()

@@ -333,22 +333,6 @@ def autocast_residual() -> dict[str, float]:
     return largest
 
 
-def foreign_group() -> str:
-    """A bucket that is reduced over another group than the residuals belong to."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
-    alone = [dist.new_group([i]) for i in range(dist.get_world_size())][dist.get_rank()]
-    everyone, engine.optimizer.dp_process_group = engine.optimizer.dp_process_group, alone
-    try:
-        models.train(engine, "llama", 1)
-        return ""
-    except ds_ckpt.UnsupportedError as error:
-        return str(error)
-    finally:
-        engine.optimizer.dp_process_group = everyone
-        ds_ckpt.session_of(engine).detach()
-
-
 def delivered_on_resume(folder: str, section: dict[str, Any]) -> tuple[float, float]:
     """What the residuals hold after loading, and after one more step."""
     fresh()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tests.distributed import cases_compression as cases
 from tests.distributed import cases_resume
@@ -203,15 +202,6 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
     for process in world2.run(cases.autocast_residual):
         assert process["autocast scale"] > 1000
         assert process["autocast"] < 3 * process["fp32"]
-
-
-@pytest.mark.skipif(
-    not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_group"),
-    reason="before 0.19.3 DeepSpeed reduces all buckets over one group",
-)
-def test_a_bucket_of_another_group_is_refused_by_name(world2: Any) -> None:
-    for message in world2.run(cases.foreign_group):
-        assert "reduction over 2 ranks" in message
 
 
 def test_one_exchange_an_accumulated_step(world2: Any) -> None:

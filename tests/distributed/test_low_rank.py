@@ -60,17 +60,6 @@ def test_resume_on_the_same_world_is_bit_exact(
     assert whole[0]["factors"] > 3
 
 
-def test_clipping_and_an_offloaded_optimizer(world2: Any) -> None:
-    """The norm that clips is that of what was delivered, on the host as on the accelerator."""
-    section = SECTIONS["by rules"]
-    here = world2.run(cases.run, "llama", section, 4, clip=0.05)
-    there = world2.run(cases.run, "llama", section, 4, clip=0.05, offload_optimizer=True)
-    free = world2.run(cases.run, "llama", section, 4)
-    for a, b, c in zip(here, there, free, strict=True):
-        assert a["losses"] == pytest.approx(b["losses"], abs=2e-5)
-        assert a["losses"] != c["losses"]
-
-
 def test_a_rule_that_takes_nothing_is_refused_by_its_place(world2: Any) -> None:
     section = low_rank(rules=[{"match": "*.missing.*", "method": "topk"}])
     for message in world2.run(cases.start_error, section):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -151,28 +148,3 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
         assert was.keys() == now.keys()
         assert all(torch.equal(was[key], value) for key, value in now.items())
     assert all(torch.equal(a, s["w"]) for a, s in zip(owed, workers.residuals(), strict=True))
-
-
-@pytest.mark.parametrize("when", ["micro_step", "accumulation_boundary"])
-def test_every_micro_step_of_a_step_counts_and_none_of_a_skipped_one(when: Any) -> None:
-    workers = VirtualWorkers(replace(IN_STEPS, when=when), 3, ["w"], accumulation=2)
-
-    def micro_step(rows: slice, *, last: bool) -> Tensor:
-        gradients = [torch.zeros(SHAPE) for _ in range(3)]
-        for worker, gradient in enumerate(gradients, start=1):
-            gradient[rows] = worker * uneven()[rows]
-        squares = torch.stack(gradients).square().sum(0)
-        workers.average([[g] for g in gradients], at_boundary=last)
-        return squares
-
-    micro_step(slice(0, 30), last=False)
-    workers.step_ended(skipped=True)
-    workers.step = 0
-    squares = micro_step(slice(0, 20), last=False) + micro_step(slice(20, 37), last=True)
-    workers.step_ended(skipped=False)
-    for state in workers.states:
-        metric = state.exchange.metric
-        assert metric is not None
-        rows, columns = metric._sums["w"]
-        torch.testing.assert_close(rows, squares.sum(1))
-        torch.testing.assert_close(columns, squares.sum(0))

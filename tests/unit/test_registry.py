@@ -57,14 +57,6 @@ def test_a_method_from_outside_is_known_from_json_to_the_wire(sign: type[Method]
     assert "sign" in definitions["RuleConfig"]["properties"]
 
 
-def test_without_it_nobody_knows_it() -> None:
-    with guide.registered():
-        parse(config(**guide.section()))
-    found = problems(**guide.section())
-    assert {"method", "sign", "rules[0].method", "rules[0].sign"} <= found.keys()
-    assert "Sign" not in json_schema()["$defs"]
-
-
 @pytest.mark.parametrize(
     ("section", "where", "word"),
     [

@@ -110,25 +110,6 @@ def test_tiny_gradients_beside_a_large_residual_are_not_lost(share: float) -> No
     )
 
 
-@each_rounded
-def test_errors_of_ranks_steps_and_entries_are_independent(dtype: ResidualDtype) -> None:
-    """Otherwise their sum over ranks, steps or neighbours would grow as their number."""
-    numel = 1 << 17
-    working = torch.full((numel,), 0.7501)
-    working[::BLOCK] = 1.0
-    errors = []
-    for key in ("0 7 0 w", "1 7 0 w", "2 7 0 w", "0 8 0 w", "0 7 1 w"):
-        error = encoded(dtype, working, key).decoded() - working
-        errors.append(error[torch.arange(numel) % BLOCK != 0])
-    normed = [(e - e.mean()) / e.std() for e in errors]
-    limit = 5 / math.sqrt(numel)
-    for i, first in enumerate(normed):
-        for second in normed[:i]:
-            assert abs(float((first * second).mean())) < limit
-        for apart in (1, 2, 63, 256, 4032, 64_512):
-            assert abs(float((first[apart:] * first[:-apart]).mean())) < 1.5 * limit
-
-
 def step(feedback: Feedback, seed: int, names: tuple[str, ...] = ("a", "b")) -> None:
     """Two micro-steps; the first quarter of each tensor is delivered."""
     generator = torch.Generator().manual_seed(seed)
