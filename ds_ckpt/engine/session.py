@@ -42,8 +42,6 @@ class Session:
     """The plugin on one DeepSpeed engine, until `detach()`.
 
     Attributes:
-        engine: DeepSpeed's engine.
-        config: The validated configuration.
         counters: Bytes sent by purpose, and gathers, since attach.
         summary: One line: active parts and their cost.
         exchange: The gradient exchange, its residuals and groups; None without compression.

@@ -58,9 +58,7 @@ class Counters:
     """Bytes that this rank has sent, and its gathers. Each thread has its own current purpose.
 
     Attributes:
-        bytes_sent, collectives: by purpose.
-        gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`; DeepSpeed's thread only.
-        spans: where time spans are recorded; None: nowhere.
+        gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`.
         default: purpose of collectives outside of `purpose`.
         is_far: returns whether a rank is on another node; None counts no far bytes.
         far_bytes: part of `bytes_sent` that goes to other nodes.

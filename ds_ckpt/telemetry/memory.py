@@ -55,10 +55,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Storages:
-    """Numbers storages as they are seen.
-
-    Args:
-        freed: called with the number of each storage that is freed.
+    """Numbers storages as they are seen; calls `freed` with the number of each that is freed.
 
     Attributes:
         bytes: Size by number, when the storage was last seen (some operators resize).
