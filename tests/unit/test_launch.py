@@ -174,13 +174,6 @@ def test_a_silence_ends_what_is_launched(
     assert _gone(_pid(tmp_path))
 
 
-def test_events_keep_a_launch_alive(tmp_path: Path) -> None:
-    code = "for n in range(5):\n    process.beat(n=n)\n    time.sleep(0.8)\n"
-    told: list[dict[str, Any]] = []
-    launch(Hosts(code), "m", {}, tmp_path, stall_s=2.5, on_event=told.append)
-    assert len(told) == 5
-
-
 @pytest.mark.parametrize("code", ["time.sleep(600)", "sys.exit(1)"])
 def test_a_host_that_does_not_answer_is_named_whatever_has_ended_the_launch(
     tmp_path: Path, code: str
