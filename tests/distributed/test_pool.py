@@ -20,30 +20,9 @@ def pool() -> Iterator[Pool]:
     own.stop()
 
 
-def test_results_come_in_order(world2: Pool) -> None:
-    results = world2.run(cases_pool.identity, "ab", factor=2)
-    assert [r["dp_rank"] for r in results] == [0, 1]
-    assert [r["environment"]["LOCAL_RANK"] for r in results] == ["0", "1"]
-    assert {r["environment"]["LOCAL_SIZE"] for r in results} == {"2"}
-    assert {r["value"] for r in results} == {"abab"}
-    assert {r["threads"] for r in results} == {1}
-
-
-def test_workers_stay_up_and_start_every_case_alike(world2: Pool) -> None:
-    first = world2.run(cases_pool.identity, 1)
-    again = world2.run(cases_pool.identity, 1)
-    assert [r["pid"] for r in first] == [r["pid"] for r in again] == world2.pids
-    assert {r["drawn"] for r in first} == {r["drawn"] for r in again}
-
-
-def test_what_a_case_leaves_is_cleared(world2: Pool) -> None:
-    assert world2.run(cases_pool.leave_an_engine) == [2, 2]
-    assert world2.run(cases_pool.what_is_left) == [0, 0]
-
-
 def test_an_error_is_reported_while_the_others_wait(pool: Pool) -> None:
     victim = 1
-    pool.run(cases_pool.identity, 1)
+    pool.run(cases_pool.rank)
     pids = pool.pids
     started = time.monotonic()
     with pytest.raises(PoolError) as caught:
@@ -56,7 +35,7 @@ def test_an_error_is_reported_while_the_others_wait(pool: Pool) -> None:
 
 
 def test_a_hang_is_killed_in_time_with_its_children(pool: Pool) -> None:
-    pool.run(cases_pool.identity, 1)
+    pool.run(cases_pool.rank)
     family = pool.pids
     started = time.monotonic()
     with pytest.raises(PoolError) as caught:
