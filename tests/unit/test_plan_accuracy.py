@@ -53,15 +53,6 @@ def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
     assert capsys.readouterr().out.splitlines()[-1] in record, "choose again, keep what it says"
 
 
-def test_the_choice_is_near_the_best_for_six_pairs_of_model_and_link(benchmark: Any) -> None:
-    bench = benchmark("plan_accuracy")
-    near = set()
-    for machine in ("plan_accuracy", "plan_accuracy_slow_cores"):
-        regrets = bench.choose(bench.predicted(RESULTS / f"{machine}.json"))
-        near |= {of[:3] for of, regret in regrets.items() if regret <= 0.05}
-    assert len(near) >= 6
-
-
 def test_published_points_come_out_within_25_percent(
     benchmark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
