@@ -195,22 +195,15 @@ class Boxes:
 
 ROOMS = {
     "cli": "commands",
-    "plan": "settings for a cluster",
-    "validation": "verdicts on accuracy, costs of a model",
-    "measure": "experiments, this machine",
-    "subject": "a model that a command is given",
-    "workload": "corpus and models of experiments",
-    "hosts": "emulated and real hosts",
-    "entry": "initialize, attach, install",
-    "session": "puts all parts on an engine",
+    "lab": "measures, estimates, judges",
+    "engine": "the plugin on one engine",
     "config": "the JSON file and its rules",
-    "planner": "what to keep, what to recompute",
     "zero3": "hooks; blocks; a bucket's way",
-    "compression": "methods; host memory",
-    "report": "charts and documents",
+    "weights": "resident copies",
+    "compression": "methods",
     "telemetry": "counters, memory tracker",
     "sealed": "files with a checksum",
-    "errors": "words of errors, files, patches",
+    "errors": "errors, files, patches",
 }
 """Layers by their first room, and what is in them."""
 
