@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,3 @@ def test_every_dependency_is_listed_with_its_licence(monkeypatch: pytest.MonkeyP
     wanted = [name for names in licences.requirements().values() for name in names]
     assert listed == ["package", *(name for name in wanted if name != "ds_ckpt")]
     assert licences.licence("torch").startswith(("BSD", "Apache"))
-
-
-@pytest.mark.slow
-def test_sdist_and_wheel_are_whole() -> None:
-    """A part of .ci/run, too."""
-    check = [str(ROOT / "scripts" / "package_check.sh")]
-    run = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
