@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils import module_tracker
@@ -31,6 +30,8 @@ NO_WORK = frozenset({torch.ops.prim.device.default})
 
 def free_on(device: torch.device) -> int:
     """Return the free bytes of the device, those in torch's cache included, or of the node."""
+    import psutil
+
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
