@@ -43,12 +43,6 @@ def test_every_command_has_an_example_that_can_be_typed() -> None:
         assert example in " ".join(shown.output.split())
 
 
-def test_version() -> None:
-    result = run(app, ["--version"])
-    assert result.exit_code == 0
-    assert result.output.startswith("ds-ckpt ")
-
-
 def test_validate_prints_what_is_active_and_its_verdicts() -> None:
     for preset in PRESETS:
         result = run(app, ["validate", str(preset)])

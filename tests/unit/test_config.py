@@ -168,11 +168,6 @@ def test_memory_that_a_budget_limits(section: dict[str, Any], limited: str) -> N
 # compression
 
 
-def test_a_limit_that_is_not_written_is_infinite() -> None:
-    guard = compression(method="topk", guard={"action": "warn", "error": 0.5}).guard
-    assert (guard.limits().error, guard.limits().residual_norm) == (0.5, float("inf"))
-
-
 def test_rules_become_compressors() -> None:
     topk = {"density": 0.25, "values": "bf16"}
     config = compression(

@@ -147,12 +147,6 @@ w z.zero_quantized_nontrainable_weights true false
 a hybrid_engine.enabled true false
 """
 _PARTS = {"a": "a.policy=block", "c": "c.method=topk", "w": "w.resident=true"}
-# DeepSpeed's own top-level keys, and some of Hugging Face's and accelerate's
-NOT_OURS = """train_batch_size optimizer scheduler fp16 bf16 amp torch_autocast zero_optimization
-checkpoint data_types comms_logger tensorboard wandb csv_monitor comet flops_profiler autotuning aio
-data_efficiency compile tensor_parallel expert_parallel hybrid_engine pipeline timers
-checkpoint_engine weight_quantization curriculum_learning dataloader_drop_last activation
-compression telemetry"""
 
 
 def full(path: str) -> str:
@@ -223,9 +217,11 @@ def test_unsupported_settings_of_deepspeed(row: str) -> None:
     assert not problems(config_of(f"{key}={bad}")), "without the plugin the key is DeepSpeed's"
 
 
-@pytest.mark.parametrize("key", NOT_OURS.split())
-def test_other_top_level_keys_pass(key: str) -> None:
-    assert problems({key: {"enabled": False}}) == {}
+def test_keys_of_deepspeed_pass() -> None:
+    assert (
+        problems(dict.fromkeys(["checkpoint", "compile", "pipeline", "compression", "telemetry"], {}))
+        == {}
+    )
 
 
 def test_a_number_as_a_key_is_a_wrong_key() -> None:
