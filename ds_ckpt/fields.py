@@ -125,10 +125,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def derive(base: type[AnySection], **types: Any) -> type[AnySection]:
-    """Return the model with other types for some of its fields, or with more fields.
+    """Return the model with other types for its fields (with their markers), or with more fields.
 
-    A type of an existing field keeps the field's default, description and markers; a new field is
-    a pair of its type and its `Field`.
+    A new field is a pair of its type and its `Field`.
     """
     fields: dict[str, Any] = {}
     for name, kind in types.items():

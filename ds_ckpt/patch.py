@@ -14,10 +14,7 @@ _ABSENT = object()
 
 
 class Method:
-    """Function in place of one object's method; copies and pickles of the object get the original.
-
-    With a plain function, a copied module would run the forward of the module it was copied from.
-    """
+    """Function in place of an object's method; copies and pickles of it get the original."""
 
     def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)

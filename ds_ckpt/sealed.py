@@ -39,11 +39,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 class SealedFile:
-    """Open file whose `metadata` are verified; `check` verifies the tensors, named by `keys`.
-
-    Raises:
-        DamagedError: the file cannot be opened, or its metadata are not what was written.
-    """
+    """Open file whose `metadata` are verified, else DamagedError; `check` verifies the tensors."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -68,11 +64,7 @@ class SealedFile:
         return tensor
 
     def check(self) -> None:
-        """Read all tensors.
-
-        Raises:
-            DamagedError: they are not what was written, or have values that are not finite.
-        """
+        """Read all tensors; DamagedError if they are not what was written, or not finite."""
         digest = hashlib.blake2b(digest_size=16)
         not_finite = ""
         for key in self.keys:

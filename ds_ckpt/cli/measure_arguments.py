@@ -25,9 +25,6 @@ def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, di
 
     Returns:
         Names by section, and the files' sections by `SECTION/NAME`.
-
-    Raises:
-        ConfigError: a file cannot be used, lacks the section, or has a name that is taken.
     """
     chosen: dict[str, tuple[str, ...]] = {}
     sections: dict[str, dict[str, Any]] = {}

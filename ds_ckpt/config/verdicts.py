@@ -136,10 +136,7 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
 
 
 def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
-    """Return records of these settings, one for each task, data, model and number of workers.
-
-    Those beside the file `beside` come before the package's own.
-    """
+    """Return one record of these settings per task, data, model and world; `beside` comes first."""
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
     found: dict[tuple[str, str, str, int], VerdictRecord] = {}
     for record in [*records, *read_verdicts(SHIPPED)] if compression.method != "none" else ():

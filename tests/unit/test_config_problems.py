@@ -30,16 +30,13 @@ a.Policy=block -> a.Policy: "policy"
 a.kind=block -> a.kind: the_keys_here_are
 a.policy=block a.check=1 -> a.check: the_keys_here
 a.policy=block a.share_gather=1 -> a.share_gather: a_valid_boolean
-a.policy=block a.share_gather="true" -> a.share_gather: in_quotes_it_is_text
 a.policy=block a.modules="Block" -> a.modules: a_list
 a.policy=block a.modules=["Block",3,""] -> a.modules[1]: names | a.modules[2]: names
 a.policy=block a.modules=["Block","auto"] -> a.modules[1]: nothing_fills_it_in
 a.modules=["Block"] -> a.modules: while_a.policy_is_"none"
 a.share_gather=true -> a.share_gather: set_a.policy_to_"block"
-a.every_n=3 -> a.every_n: set_a.policy_to_"every_n"
 a.policy=block a.save_ops=["matmuls"] -> a.save_ops: "selective"
 a.policy=block a.rules=[{"match":"0","policy":"mlp","segment_size":2}] -> a.rules[0].segment_size: "mlp"
-a.rules=[{"match":"0-3","policy":"block"}] a.share_gather=false ->
 a.policy=block z.stage=2 ->
 a.policy=block z.stage=2 a.share_gather=false -> z.stage: ZeRO_stage_3_only
 a.policy=block a.rules=[{"policy":"block"}] -> a.rules[0].match: found_nothing
@@ -75,7 +72,6 @@ c.method=ef21 c.ef21={"momentum":0.9} -> c.method: must_be | c.ef21: not_a_key
 c.ratio=0.1 -> c.ratio: the_keys_here_are
 c.method=topk c.topk.density="0.01" -> c.topk.density: text
 c.method=topk c.topk.density=0 -> c.topk.density: above_0
-c.method=topk c.topk.density=NaN -> c.topk.density: number
 c.method=topk c.warmup_steps=1.0 -> c.warmup_steps: a_valid_integer
 c.method=topk c.warmup_steps=" AUTO " -> c.warmup_steps: remove_the_key_(default_100)
 c.method=quantize c.quantize.bits=5 -> c.quantize.bits: 8,_4,_3_or_2
@@ -107,15 +103,12 @@ c.method=topk c.guard={"action":"warn","error":0.2} ->
 c.method=topk c.guard.error=0.2 -> c.guard.error: set_c.guard.action_to_"warn"
 c.method=topk c.exchange.when=accumulation_boundary managed_gradient_accumulation=false -> $.managed_gradient_accumulation: set_c.exchange.when_to
 c.method=topk c.start_step=1 c.warmup_steps=2 -> c.start_step: not_a_key
-w.resident=auto ->
 w.deltas=lossless -> w.deltas: set_w.resident_to_true
 w.resident=true w.deltas=4bit -> w.deltas: were_removed
 t.enabled=true t.every_n_steps=0 t.path="" -> t.every_n_steps: or_equal_to_1 | t.path: file
 ds_ckpt=[] -> $.ds_ckpt: in_braces
 ds_ckpt={"compresion":{}} -> $.ds_ckpt.compresion: "compression"
-DS_CKPT={} -> $.DS_CKPT: "ds_ckpt"
 activation_checkpoint={} -> $.activation_checkpoint: "activation_checkpointing"
-c.method=dense z.stage=2 -> z.stage: c.method_to_"none"
 c.method=dense z.stage="auto" -> z.stage: nothing_fills_in
 c.method=dense zero_optimization=null -> z.stage: default_is_0
 w.resident=true z.stage=2 -> z.stage: w.resident_to_false
