@@ -96,12 +96,9 @@ def by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[Block]:
     """Return the model's blocks, in the order of `named_modules`.
 
-    Args:
-        model: any module; Hugging Face models may be wrapped (PEFT).
-        patterns: class names or fnmatch patterns; None takes the layers that Hugging Face declares.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or there is no pattern and no declared layer.
+    `patterns` are class names or fnmatch patterns; None takes the layers that Hugging Face
+    declares. Raises ConfigError if a pattern matches nothing, or there is neither pattern nor
+    declared layer.
     """
     if patterns is not None:
         blocks = by_pattern(model, patterns)

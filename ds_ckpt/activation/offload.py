@@ -84,12 +84,9 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 class SavedStorage:
-    """Storage of a saved tensor, at the version at which it was saved.
+    """Storage of a saved tensor, at the version at which it was saved, and the calls that keep it.
 
-    Attributes:
-        key: equal for tensors that share the storage.
-        calls: numbers of the block calls that keep it.
-        pending: copy or gather that still runs.
+    `key` is equal for tensors that share it; `pending` is a copy or gather that still runs.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -109,14 +106,10 @@ class SavedStorage:
 
 
 class OffloadedStorage(SavedStorage):
-    """Storage that is on the device, in host memory, or both.
+    """Storage on the device (`original`, or `fetched` again), in host memory (`host`), or both.
 
-    Attributes:
-        label: name of the block that kept it first.
-        original: tensor over the original memory; None once that is released.
-        host: copy in host memory (uint8).
-        fetched: copy that was brought back to the device (uint8).
-        changed: the original was changed in place before it was released.
+    `label` is the block that kept it first; `changed` is set if the original was changed in place
+    before it was released.
     """
 
     original: Tensor | None
@@ -212,13 +205,8 @@ class BackwardWatch:
 class InputStore:
     """Tensors of block calls between forward and backward. Callers hold its lock.
 
-    Args:
-        device: device of the model; tensors on other devices are not moved.
-        copies: copies between the device and host memory.
-        offload: whether storages are moved to host memory; otherwise all stay on the device.
-        min_bytes: smaller storages are not moved.
-        prefetch: number of calls whose tensors are brought back ahead of their recomputation.
-        owned: parameters and buffers, which are not moved, nor what shares their memory.
+    With `offload`, storages of `min_bytes` or more on `device` go to host memory, except those of
+    `owned` (parameters and buffers), and come back `prefetch` calls ahead of their recomputation.
     """
 
     def __init__(

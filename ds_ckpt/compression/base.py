@@ -41,10 +41,7 @@ class Compressor(ABC):
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the bytes that a node sends for a tensor, times (world - 1) / world.
 
-        Args:
-            shape: shape of the tensor.
-            world: ranks that exchange; nodes, with two levels.
-            local: ranks of a node that divide the tensor among them.
+        `world` ranks exchange, nodes with two levels; `local` ranks of a node divide the tensor.
         """
 
     def applicable(self, shape: torch.Size, local: int = 1) -> Compressor | None:

@@ -136,11 +136,8 @@ class EntropyCoded(Method, Codec):
 class _Sent:
     """Entries of a segment that are sent.
 
-    Attributes:
-        places: ascending, int64 [sent].
-        negative: bool [sent].
-        strong: those of the sent ones that have a level above 0, int64 [above].
-        level: level - 1 of those, int64 [above].
+    `places` (int64, ascending) and `negative` are of all; `strong` and `level` (minus 1) of those
+    with a level above 0, by number among the sent ones.
     """
 
     places: Tensor

@@ -103,13 +103,8 @@ class Feedback:
 
         The caller subtracts what is delivered in place and then calls `store`; the tensor is valid
         until then. A step's first call for `name` starts from the committed residual, later calls
-        (micro-steps) from the step's result so far.
-
-        Args:
-            name: of the parameter.
-            grad_flat: [n], any floating dtype, multiplied by `loss_scale`; not changed.
-            world: number of ranks that are averaged over.
-            loss_scale: of the gradient.
+        (micro-steps) from the step's result so far. `grad_flat` [n], of any floating dtype, is
+        multiplied by `loss_scale`, and not changed.
         """
         numel, device = grad_flat.numel(), grad_flat.device
         divisor = world * loss_scale

@@ -44,12 +44,7 @@ _TO_HALF = 2.0**-32 * (1 - 2.0**-16)
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """One residual as it is stored.
-
-    Attributes:
-        values: [n], fp32, bf16 or int8.
-        scales: bf16 [ceil(n / 64)] with int8 values, else None.
-    """
+    """One stored residual: fp32, bf16 or int8 [n]; with int8 bf16 scales [ceil(n / 64)]."""
 
     values: Tensor
     scales: Tensor | None = None

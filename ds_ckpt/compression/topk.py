@@ -125,10 +125,7 @@ class TopK(Method, Codec):
 class Blocks:
     """Division of `numel` entries into blocks: entry i is in block i % count, at row i // count.
 
-    Attributes:
-        count: number of blocks.
-        rows: entries per block; the last row may be short, so some blocks hold one entry less.
-        k: entries sent per block; less than `rows`.
+    The last row may be short. `k` entries of a block are sent, fewer than its `rows`.
     """
 
     numel: int

@@ -54,11 +54,8 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """Call `deepspeed.initialize`, and attach the plugin to the engine that it returns.
 
-    Without a `ds_ckpt` or `activation_checkpointing` section it is plain DeepSpeed.
-
-    Raises:
-        ConfigError: Every mistake in the configuration at once, before anything is built.
-        UnsupportedError, ContractError: See `attach`.
+    Without a `ds_ckpt` or `activation_checkpointing` section it is plain DeepSpeed. Raises
+    ConfigError with every mistake at once, before anything is built; else see `attach`.
     """
     import deepspeed
 

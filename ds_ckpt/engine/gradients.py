@@ -29,17 +29,9 @@ from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 class Gradients:
     """Sets up `compression` with a method. Collective: every rank makes one.
 
-    Attributes:
-        step: reduces buckets; commits and rolls back.
-        feedback: its residuals; None if nothing is left out or accumulated.
-        groups: process groups of one or two levels.
-        assignment: compressor and bytes of each parameter.
-        sampler: of compression errors.
-        guard: Compares errors with the configuration's limits; None if off.
-
-    Raises:
-        UnsupportedError: the engine, the nodes or the model's parameters do not support the
-            section.
+    `step` reduces buckets, commits and rolls back; `feedback` has its residuals, None if nothing is
+    left out or accumulated; `assignment` has compressor and bytes of each parameter; `guard` is
+    None if off. Raises UnsupportedError if engine, nodes or parameters do not support the section.
     """
 
     def __init__(self, engine: Any, config: CompressionConfig) -> None:

@@ -33,9 +33,8 @@ def gradient_norm(engine: Any) -> float | None:
 class ErrorSampler:
     """Measures compression errors every so many optimizer steps.
 
-    Attributes:
-        latest: squared norms of what this rank's exchange was given and of what it left out, by
-            method, in the last step; empty if it was not sampled.
+    `latest` are squared norms of what this rank's exchange was given and of what it left out, by
+    method, in the last step; empty if it was not sampled.
     """
 
     def __init__(self, engine: Any, errors: Errors) -> None:
@@ -75,14 +74,9 @@ class ErrorSampler:
 
 
 class Guard:
-    """Compares a run with limits; `check` is given the statistics of all ranks.
+    """Compares a run with limits; `check` is given the statistics of all ranks, kept in `last`.
 
-    Args:
-        acts: disable the compression of `step`; else only warn.
-        logs: whether this rank logs.
-
-    Attributes:
-        last: the last statistics; None before the first.
+    If it `acts` it disables the compression of `step`, else it warns.
     """
 
     def __init__(self, step: StepState, limits: ResidualStats, *, acts: bool, logs: bool) -> None:

@@ -31,14 +31,10 @@ log = logging.getLogger("ds_ckpt")
 
 
 class Planning:
-    """Plans for one engine at its first training batch.
+    """Plans for one engine at its first training batch; until then `plan` is None.
 
-    Args:
-        install: installs a plan on the model.
-        exchange_bytes: returns what the gradient exchange keeps on the accelerator, by purpose.
-
-    Attributes:
-        plan: None before the first training batch.
+    `install` installs a plan on the model. `exchange_bytes` returns what the gradient exchange
+    keeps on the accelerator, by purpose.
     """
 
     def __init__(

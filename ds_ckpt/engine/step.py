@@ -37,12 +37,8 @@ def _uncompressed(name: str, shape: torch.Size) -> None:
 class StepState:
     """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient.BucketExchange`.
 
-    Args:
-        warm_up: compressors in the warm-up; None: DeepSpeed's own reduction.
-        current_step: returns DeepSpeed's count of optimizer steps so far.
-        at_boundary: returns whether this micro-step ends an accumulated step. None: every
-            micro-step is exchanged.
-        tuner: "compressed" and another `ReductionMode`; None: gradients are always compressed.
+    Without `warm_up` (compressors) DeepSpeed reduces in the warm-up, without `at_boundary` every
+    micro-step is exchanged, and without `tuner` gradients are always compressed.
 
     Attributes:
         is_disabled: every bucket is sent uncompressed, with its residual. Set between steps, on
@@ -138,9 +134,8 @@ class StepState:
     def commit(self) -> None:
         """End a step that was taken; with a non-finite bucket its residuals are rolled back.
 
-        Raises:
-            UnsupportedError: on every rank, all gradients were only accumulated: the program set
-                the boundary after the last backward. The step is rolled back.
+        If all gradients were only accumulated, because the boundary was set after the last
+        backward, the step is rolled back and every rank raises UnsupportedError.
         """
         if self._expects_more:
             self.rollback()

@@ -18,12 +18,7 @@ from ds_ckpt.telemetry import Counters, Purpose
 
 
 class TensorParallelGroup:
-    """Gathers over one group, counted under `Purpose.PARTITION`.
-
-    Attributes:
-        processes: global ranks, in the group's order.
-        index: this rank's place among them.
-    """
+    """Gathers over one group (`processes`, global ranks), counted under `Purpose.PARTITION`."""
 
     def __init__(self, group: Any, counters: Counters) -> None:
         self._group, self._counters = group, counters
@@ -54,11 +49,8 @@ class TensorParallelGroup:
 def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup:
     """Return the tensor-parallel group of `mpu`, or of `engine.mpu` if it is None.
 
-    `activation.partition` compares checkpointed inputs over the group, so it stops at a group whose
-    ranks hold different ones.
-
-    Raises:
-        UnsupportedError: There is no such group, or it has one rank.
+    Raises UnsupportedError if there is no such group, or it has one rank. Checkpointed inputs are
+    compared over it, which stops at a group whose ranks hold different ones.
     """
     mpu, group = engine.mpu if mpu is None else mpu, None
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -66,14 +58,12 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
         with contextlib.suppress(AttributeError, AssertionError, KeyError, RuntimeError):
             group = group or getattr(mpu, name)()
     if group is None or dist.get_world_size(group) == 1:
-        raise UnsupportedError(
-            Problem(
-                "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)",
-                f"{'no' if group is None else 'one rank in the'} tensor-parallel group",
-                "activations are split over tensor-parallel ranks, which hold the same ones; "
-                "data-parallel and sequence-parallel (Ulysses) ranks hold those of other tokens",
-                'set it to false, or use {"tensor_parallel": {"autotp_size": 2}}, or pass a '
-                "Megatron-style mpu to initialize or attach",
-            )
+        found = f"{'no' if group is None else 'one rank in the'} tensor-parallel group"
+        why = "activations are split over tensor-parallel ranks, which hold the same ones"
+        remedy = (
+            'set it to false, or use {"tensor_parallel": {"autotp_size": 2}}, or pass a '
+            "Megatron-style mpu to initialize or attach"
         )
+        where = "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)"
+        raise UnsupportedError(Problem(where, found, why, remedy))
     return TensorParallelGroup(group, counters)

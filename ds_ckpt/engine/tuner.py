@@ -45,11 +45,7 @@ class Tuner:
     """Chooses between candidates, alike on all ranks of a group.
 
     The last candidate is the baseline, which wins unless another one is shown to be faster. Times
-    are summed over `group` on `device`.
-
-    Attributes:
-        choice: the last choice; None before the first.
-        is_comparing: whether steps are being timed.
+    are summed over `group` on `device`. `choice` is None before the first.
     """
 
     def __init__(

@@ -21,13 +21,9 @@ def describe(compressor: Compressor | None) -> str:
 
 @dataclass(frozen=True)
 class AssignedTensor:
-    """One parameter.
+    """One parameter; `how` is its compressor in words, `dense_bytes` the gradient in its own type.
 
-    Attributes:
-        how: its compressor in words.
-        dense_bytes: the gradient in its own type.
-        sent_bytes: the whole gradient on the wire, in the same terms: payloads of all shards, or
-            the factors as their sum moves them (`low_rank`).
+    `sent_bytes` is the whole gradient on the wire: payloads of all shards, or the factors.
     """
 
     name: str

@@ -104,16 +104,9 @@ class Item:
 class AllToAllExchange:
     """One rank's end. All ranks call `average` for the same buckets in the same order.
 
-    Args:
-        transport: carries the packets; with two levels, between nodes.
-        choose: see `Choose`.
-        feedback: residuals; the caller commits or rolls them back with the step. None: what is
-            left out is lost.
-        factors: PowerSGD's, committed or rolled back likewise.
-        accumulates: gradients of some calls are kept by `accumulate` and sent with the next
-            `average`. Tensors without a compressor are kept in the feedback too then.
-        in_host: the lower level; None with one level.
-        metric: for codecs that use it; None: they do without.
+    `transport` carries the packets, between nodes with two levels, and `in_host` is the lower
+    level. `feedback` and `factors` (PowerSGD's) are committed or rolled back by the caller. With
+    `accumulates`, gradients of some calls are kept by `accumulate` and sent with the next one.
 
     Attributes:
         world: ranks that are averaged over.
@@ -153,13 +146,7 @@ class AllToAllExchange:
     def reserve(
         self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
-        """Allocate the residuals of parameters, given by name and shape, and compile kernels.
-
-        Args:
-            shapes: of the parameters.
-            device: of the gradients.
-            others: compressors of other steps.
-        """
+        """Allocate residuals and compile kernels, also for `others`, compressors of other steps."""
         ways = (self._choose, *others) if self.world > 1 else ()
         codecs: dict[str, Codec] = {}
         for name, shape in shapes:
@@ -205,12 +192,9 @@ class AllToAllExchange:
         *,
         choose: Choose | None = None,
     ) -> list[Tensor]:
-        """Add a micro-step's gradients to the residuals, which a later call sends.
+        """Add a micro-step's gradients to the residuals, which a later call sends; return zeros.
 
         A non-finite value in them flags every bucket of the step. Arguments as for `average`.
-
-        Returns:
-            Zeros of the shape of what `average` returns.
         """
         items = self._items(names, tensors, self._choose if choose is None else choose)
         with self.timings.section("residual"):

@@ -60,9 +60,7 @@ def hosts_of(group: Any, *, least: int = 2) -> Hosts | str:
 def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
     """Return the ranks of each node, or in words why nodes do not have equally many.
 
-    Args:
-        places: by rank.
-        least: ranks that a node must have.
+    `places` are by rank; a node must have `least` ranks.
     """
     hosts: dict[str, list[int]] = {}
     for process, place in enumerate(places):
@@ -126,14 +124,9 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     if isinstance(hosts, str):
         if levels != 2:
             return Groups(group)
-        raise UnsupportedError(
-            Problem(
-                where="$.ds_ckpt.compression.exchange.levels",
-                found="2",
-                why=f"{hosts}; two levels need several ranks a node, equally many",
-                remedy='write "auto" or 1, or give every host of the hostfile the same slots',
-            )
-        )
+        why = f"{hosts}; two levels need several ranks a node, equally many"
+        remedy = 'write "auto" or 1, or give every host of the hostfile the same slots'
+        raise UnsupportedError(Problem("$.ds_ckpt.compression.exchange.levels", "2", why, remedy))
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
     # every rank makes every group: made by its members alone, a group is named by its ranks, and
     # a second one of that name finds the addresses of the first
@@ -183,14 +176,9 @@ class InHostSum:
         return self._peers[self._transport.dp_rank]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
-        """Return this rank's local shard of each tensor, summed over the node.
+        """Return this rank's local shard of each tensor [n], summed over the node.
 
-        Args:
-            flats: [n] each, any floating dtypes, one device.
-            shards: ZeRO-3's division of each.
-
-        Returns:
-            [its entries] each, in fp32 or the gradient's dtype if that is wider.
+        Shards are in fp32, or the gradient's dtype if that is wider.
         """
         me = self._transport.dp_rank
         layouts = [[local_shard(s, members) for s in shards] for members in self._peers]

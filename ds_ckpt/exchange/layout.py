@@ -42,11 +42,8 @@ class LocalShard:
     """The part of a tensor that a group of ranks exchanges: its members' shards, in a row.
 
     With one level the group is the whole world, and this is the flattened tensor. With two levels
-    it is one rank of each node, and this is `1 / ranks a node` of the tensor.
-
-    Attributes:
-        tensor: ZeRO-3's division of the whole tensor.
-        members: the group's ranks in the world, ascending.
+    it is one rank of each node (`members`, ascending), and this is `1 / ranks a node` of the
+    tensor.
     """
 
     tensor: ShardLayout

@@ -34,11 +34,7 @@ _STEPS = 4
 class PreconditionerEstimate:
     """Row and column sums of squared gradients: transactional, and equal on all ranks.
 
-    Args:
-        all_reduce: sums an fp32 tensor over all ranks, in place.
-
-    Attributes:
-        sampling: sums are taken in this step.
+    `all_reduce` sums an fp32 tensor over all ranks, in place. Sums are taken while `sampling`.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], None]) -> None:
@@ -81,12 +77,7 @@ class PreconditionerEstimate:
     ) -> None:
         """Add this rank's gradient of a tensor in a sampled step; micro-steps add up.
 
-        Args:
-            name: of the tensor.
-            shape: of the tensor.
-            layout: of the local shard.
-            gradient: [layout.numel], any floating dtype, multiplied by the loss scale `scale`.
-            scale: loss scale.
+        `gradient` is [layout.numel] of any floating dtype, multiplied by the loss scale `scale`.
         """
         rows, columns = matrix_shape(shape)
         if min(rows, columns) == 1:  # the sums of a vector would be as long as it is

@@ -36,11 +36,8 @@ SPARSE_ROWS = 8192
 class MethodSettings:
     """A method, and the settings of all methods; it ignores those that it does not depend on.
 
-    Args:
-        method: its name.
-        sections: settings by method; others are at their defaults.
-        values: single settings by their own name: of the method itself, else of one that it
-            depends on, else of any that has it.
+    A single setting in `values` is of the method itself, else of one that it depends on, else of
+    any that has it. Methods without `sections` are at their defaults.
     """
 
     method: str
@@ -143,25 +140,19 @@ class Rules:
             matches = taken[rule.where]
             least = rule.settings.kind.least_dims
             flat = next((name for name, shape in matches if len(shape) < least), None)
+            method = rule.settings.method
             if not matches:
-                problems.append(
-                    Problem(
-                        where=rule.where,
-                        found=f"match {rule.match!r} with its bounds",
-                        why="no trainable parameter is left for it, so it would have no effect",
-                        remedy="write a pattern (fnmatch) over parameter names, such as "
-                        f"{shapes[0][0]}, put it before a rule that takes them all, or remove it",
-                    )
+                found = f"match {rule.match!r} with its bounds"
+                why = "no trainable parameter is left for it, so it would have no effect"
+                remedy = (
+                    f"write a pattern (fnmatch) over parameter names, such as {shapes[0][0]}, put "
+                    "it before a rule that takes them all, or remove it"
                 )
+                problems.append(Problem(rule.where, found, why, remedy))
             elif flat is not None:
-                problems.append(
-                    Problem(
-                        where=rule.where,
-                        found=f"method {rule.settings.method} for {flat}, a vector",
-                        why=f"{rule.settings.method} needs {least} dimensions",
-                        remedy=f'add "dims": {least} to the rule, or choose another method',
-                    )
-                )
+                found, why = f"method {method} for {flat}, a vector", f"it needs {least} dimensions"
+                remedy = f'add "dims": {least} to the rule, or choose another method'
+                problems.append(Problem(rule.where, found, why, remedy))
         if problems:
             raise UnsupportedError(problems)
 
@@ -170,10 +161,8 @@ class Rules:
 class ExchangeSettings:
     """The configuration's `compression` section in plain values.
 
-    Attributes:
-        warmup_bits: bits of a value during the warm-up; None: DeepSpeed's own reduction.
-        when: see `holds_back`.
-        momentum: weight of the newest gradient beside AdamW's first moment.
+    `warmup_bits` None is DeepSpeed's own reduction; `momentum` is the weight of the newest gradient
+    beside AdamW's first moment.
     """
 
     default: MethodSettings

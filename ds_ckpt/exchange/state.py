@@ -122,14 +122,9 @@ class SavedFile:
 class ResidualFiles:
     """Saves and restores one rank's residuals, and the state of the step.
 
-    Args:
-        feedback: holds the residuals; None if this run has none.
-        method: a checkpoint of another method is refused.
-        numels: elements of each trainable parameter, by name.
-        dp_rank: this rank of `world`.
-        peers: by place in a node, the ranks whose shards residuals there cover; empty with one
-            level.
-        step: other state.
+    A checkpoint of another `method` or other `numels` (by parameter) is refused. `feedback` is None
+    if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
+    there cover; empty with one level.
     """
 
     what = "residuals"
@@ -195,11 +190,9 @@ class ResidualFiles:
     def read(self, folder: Path) -> Contents | None:
         """Return this rank's part of a checkpoint; None if it has no residuals.
 
-        Each file is checked in full by a rank that takes residuals from it.
-
-        Raises:
-            StateError: files are missing or damaged, not of one save, or of another method or other
-                shapes. Nothing has been loaded then.
+        Each file is checked in full by a rank that takes residuals from it. Raises StateError,
+        before anything is loaded, if files are missing, damaged, not of one save, or of another
+        method or shape.
         """
         found = _found(folder)
         if self._feedback is None:

@@ -47,13 +47,7 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """A process group.
-
-    Args:
-        group: the process group; None is the default group.
-        all_to_all_single: `torch.distributed`'s function, or one that counts around it.
-        all_reduce: likewise.
-    """
+    """A process group (None: the default), with torch's collectives or ones that count."""
 
     def __init__(
         self,

@@ -117,10 +117,8 @@ class Counters:
 class OffloadCounters:
     """Storages, not tensors, of checkpointed inputs since attach, by the block that kept them.
 
-    Attributes:
-        out, out_bytes: copied to host memory.
-        back: copied back; with `retain_graph` more than have left.
-        late: fetches that a recomputation waited for, since they had no prefetch.
+    `out` and `back` count copies to and from host memory, `late` those that a recomputation waited
+    for; with `retain_graph` more come back than have left.
     """
 
     out: Counter[str] = field(default_factory=Counter)
@@ -133,10 +131,7 @@ class OffloadCounters:
 class PartitionCounters:
     """Storages of checkpointed inputs that are split over a group, since attach.
 
-    Attributes:
-        kept_bytes: of this rank's parts, by block.
-        gathers: all-gathers of tensors.
-        late: gathers that began when the tensor was needed.
+    `kept_bytes` are this rank's parts, by block; `late` gathers began when the tensor was needed.
     """
 
     kept_bytes: Counter[str] = field(default_factory=Counter)

@@ -58,9 +58,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 class Storages:
     """Numbers storages as they are seen; calls `freed` with the number of each that is freed.
 
-    Attributes:
-        bytes: Size by number, when the storage was last seen (some operators resize).
-        alive: Numbers of the storages that have not been freed.
+    `bytes` are sizes when last seen, `alive` the numbers that have not been freed.
     """
 
     def __init__(self, freed: Callable[[Storage], None] = lambda number: None) -> None:
@@ -188,16 +186,9 @@ class Operator:
 class MemoryTracker(TorchDispatchMode):
     """Context manager around forward and backward of a step: live and peak bytes. Slow.
 
-    Storages that an operator is given and none has made (weights, inputs) do not count.
-
-    Args:
-        counts: returns whether storages that are made now count.
-        operator: called with every operator.
-
-    Attributes:
-        saved: to be entered around the forward.
-        live_bytes, peak_bytes: now, and the most so far.
-        peak_place: result of `place` at the peak.
+    Storages that an operator is given and none has made (weights, inputs) do not count, nor those
+    that are made while `counts` returns False. `operator` is called with every operator. `saved` is
+    to be entered around the forward; `peak_place` is the result of `place` at the peak.
     """
 
     def __init__(
@@ -269,10 +260,7 @@ class Place:
 class ModuleTracker(module_tracker.ModuleTracker):
     """Context manager around one forward and backward that follows the position in the step.
 
-    Args:
-        model: its forward is called inside.
-        blocks: by name.
-        parts: name and module of the parts of each block; the first that runs wins.
+    `parts` has name and module of the parts of each block; the first that runs wins.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ Value = float | Mapping[str, float]
 class ExchangeSample(NamedTuple):
     """A gradient exchange after the last step; the defaults are those without compression.
 
-    Attributes:
-        seconds: by section, since attach.
-        energies: squared norms before and after compression, by method; empty if not sampled.
-        gradient_norm: of the averaged gradient; None if not known.
+    `energies` are squared norms before and after compression, by method; empty if not sampled.
     """
 
     seconds: Mapping[str, float] = MappingProxyType({})
@@ -45,13 +42,7 @@ class ExchangeSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two records, on one rank.
-
-    Attributes:
-        seconds: wall time of all `steps`.
-        parameters: number of parameters gathered so far.
-        exchange_s: host seconds by section of the exchange.
-    """
+    """The steps between two records, on one rank; `parameters` have been gathered so far."""
 
     steps: int
     seconds: float
@@ -115,13 +106,9 @@ def compresses(interval: Interval) -> bool:
 
 
 class StepLog:
-    """Writes a record every `every_n_steps` steps, and keeps the `last`.
+    """Writes a record every `every_n_steps` steps to a JSONL file, and keeps the `last`.
 
-    Args:
-        counters: of this rank.
-        path: JSONL file; the rank is put before `.jsonl`. None writes no file.
-        sample: reads the exchange.
-        monitor: receives each record's numbers.
+    The rank is put before `.jsonl` in `path`. `monitor` receives each record's numbers.
     """
 
     def __init__(

@@ -87,11 +87,7 @@ class Timings:
     """Host seconds by section, without those of inner sections, for one thread at a time.
 
     Sections are `in_host` (sum inside the node), `residual`, `pack`, `wire` (waiting for other
-    ranks and their bytes) and `unpack`.
-
-    Attributes:
-        spans: where sections are recorded as spans, too; None: nowhere.
-        is_asynchronous: the sections run on an accelerator, so the host's clock is not read.
+    ranks and their bytes) and `unpack`. An accelerator's (`is_asynchronous`) are not timed.
     """
 
     spans: Spans | None = None
@@ -140,11 +136,9 @@ class Errors:
 
 @dataclass(frozen=True)
 class ResidualStats:
-    """Compression error of one step, over all ranks.
+    """Compression error of one step, over all ranks: the residual's norm over that of all to send.
 
-    Attributes:
-        error: norm of the residual over that of what there was to send: 0 is lossless.
-        residual_norm: norm of the residual, in norms of the averaged gradient.
+    `residual_norm` is in norms of the averaged gradient.
     """
 
     error: float

@@ -37,11 +37,7 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
     if failure is not None:
         raise failure
     rank, message = next((r, text) for r, text in enumerate(messages) if text is not None)
-    raise StateError(
-        Problem(
-            where="the other ranks of the data-parallel group",
-            found=f"{int(failed.item())} of them could not {what}; rank {rank}:\n{message}",
-            why="all ranks do it, or none",
-            remedy="follow that error's remedy",
-        )
-    )
+    where = "the other ranks of the data-parallel group"
+    found = f"{int(failed.item())} of them could not {what}; rank {rank}:\n{message}"
+    why, remedy = "all ranks do it, or none", "follow that error's remedy"
+    raise StateError(Problem(where, found, why, remedy))

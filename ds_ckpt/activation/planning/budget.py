@@ -177,12 +177,10 @@ class ActivationPlan:
 
 @dataclass(frozen=True)
 class Allowance:
-    """A budget.
+    """A budget; `resident` are bytes beside activations, for budgets of the accelerator.
 
-    Attributes:
-        resident: bytes beside activations by what they are, for budgets of the accelerator.
-        offload: inputs from `min_bytes` on go to host memory, and return `prefetch` calls ahead.
-        micro_batch: sequences in a micro-batch, for messages; 0: not known.
+    With `offload`, inputs from `min_bytes` on go to host memory, and return `prefetch` calls ahead.
+    `micro_batch` is for messages; 0 if not known.
     """
 
     budget_bytes: int
@@ -197,9 +195,7 @@ class Allowance:
 class Planner:
     """Plans from one survey, for any number of budgets.
 
-    Attributes:
-        saved_bytes: saved activations if nothing were recomputed.
-        forward_s: seconds by block; the last entry is what runs outside of them.
+    The last entry of `forward_s`, seconds by block, is what runs outside of blocks.
     """
 
     def __init__(self, found: Survey, rates: Rates, tokens: int, *, repeated: int = 1) -> None:
@@ -370,11 +366,8 @@ def plan_within(
 ) -> ActivationPlan:
     """Measure the model with this batch, and return the cheapest plan that fits.
 
-    A budget for the whole accelerator counts temporaries, too. They are simulated with the plan
-    that fits without them.
-
-    Raises:
-        UnsupportedError: the model cannot be measured, or nothing fits.
+    A budget for the whole accelerator counts temporaries, too: they are simulated with the plan
+    that fits without them. Raises UnsupportedError if it cannot be measured, or nothing fits.
     """
     planner = Planner(survey(model, args, kwargs, modules=modules, device=device), rates, tokens)
     if allowance.of == "accelerator":

@@ -173,16 +173,14 @@ def unknown_values_refused(where: str) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     ) as error:
-        raise UnsupportedError(
-            Problem(
-                where=where,
-                found=f"{getattr(error, 'func', None) or error}, which needs the value of a tensor",
-                why="the model is measured with fake tensors, which have shapes and no values",
-                remedy="replace the code that reads the value (.item(), nonzero, an if on a "
-                'tensor), or set "policy" to "block", "selective" or another that measures nothing',
-            ),
-            headline="the model cannot be measured",
-        ) from error
+        found = f"{getattr(error, 'func', None) or error}, which needs the value of a tensor"
+        why = "the model is measured with fake tensors, which have shapes and no values"
+        remedy = (
+            "replace the code that reads the value (.item(), nonzero, an if on a tensor), or set "
+            '"policy" to "block", "selective" or another that measures nothing'
+        )
+        problem = Problem(where, found, why, remedy)
+        raise UnsupportedError(problem, headline="the model cannot be measured") from error
 
 
 def fake_copy(

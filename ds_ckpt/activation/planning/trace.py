@@ -211,11 +211,8 @@ def survey(
 ) -> Survey:
     """Run a fake copy of the model once, under the caller's autocast, and count what it saves.
 
-    The model is in training mode, without our checkpointing, and may be partitioned by ZeRO-3. Of
-    the arguments shapes and types count, and the values of small integers.
-
-    Raises:
-        UnsupportedError: the forward depends on values of tensors.
+    The model is in training mode, without our checkpointing, and may be partitioned by ZeRO-3.
+    Raises UnsupportedError if the forward depends on values of tensors beyond small integers.
     """
     names = [block.name for block in find_blocks(model, modules)]
     outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
@@ -229,13 +226,7 @@ def survey(
 
 @dataclass(frozen=True)
 class Work:
-    """Operators of one phase of a step.
-
-    Attributes:
-        launches: operators that compute: on an accelerator each starts at least one kernel.
-        flops: of products, convolutions and attention cores.
-        moved_bytes: of all arguments and results.
-    """
+    """Operators of a phase: number, FLOPs, and bytes of their arguments and results."""
 
     launches: int = 0
     flops: int = 0
@@ -275,11 +266,10 @@ class StepTrace(MemoryTracker):
         self.where.__exit__(*error)
 
     def run(self, forward: Callable[[], Any], units: Sequence[Unit] | None) -> StepTrace:
-        """Run forward and backward, on tensors of any kind, and count what is alive at once.
+        """Run forward and backward on tensors of any kind, and count what is alive at once.
 
-        Counted are activations, their gradients, temporaries, and the gradient of one weight at a
-        time. Backward begins at the result's `loss`, else at all of its tensors. Without `units` no
-        checkpointing is put on the model.
+        That is activations, their gradients, temporaries, and the gradient of one weight at a time.
+        Backward begins at the result's `loss`, else at all of its tensors.
         """
         put = None
         if units is not None:

@@ -118,12 +118,10 @@ def estimate(
     world: int,
     hosts: int | None = None,
 ) -> tuple[States, tuple[str, ...]]:
-    """Return the states, and the assumptions where the configuration is silent.
+    """Return the states, and the assumptions where the configuration (DeepSpeed's JSON) is silent.
 
-    Without a configuration (the DeepSpeed JSON) ZeRO stage 3 and AdamW are assumed.
-
-    Raises:
-        ConfigError: the ranks cannot be divided among the hosts.
+    Without one ZeRO stage 3 and AdamW are assumed. Raises ConfigError if the ranks cannot be
+    divided.
     """
     notes: list[str] = []
     zero = lookup(config, ("zero_optimization",)) or {}

@@ -64,15 +64,10 @@ class Stretch:
 
 
 class Model:
-    """One model, for any number of sequences in a micro-batch.
+    """One model, for any number of sequences in a micro-batch; `name` is `ds-ckpt profile`'s.
 
-    Args:
-        name: as `ds-ckpt profile` takes it.
-        sizes: of its batch and type.
-        modules: class names or patterns of a plain model's blocks.
-
-    Raises:
-        UnsupportedError: it does not exist, does not run on fake tensors, or has a fixed batch.
+    `modules` are class names or patterns of a plain model's blocks. Raises UnsupportedError if it
+    does not exist, does not run on fake tensors, or has a fixed batch.
     """
 
     def __init__(self, name: str, sizes: Sizes, modules: Sequence[str] | None = None) -> None:

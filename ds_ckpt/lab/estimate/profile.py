@@ -53,12 +53,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One policy at one batch size: one forward and backward.
+    """One policy (activation section, or None) at one batch size: one forward and backward.
 
-    Attributes:
-        section: the activation section; None: no policy.
-        tokens: of one sequence; 1 if inputs are no sequences of tokens.
-        blocks: saved bytes by block and part, where a storage was saved first.
+    `tokens` are of one sequence, 1 if there are none; `blocks` are saved bytes by block and part.
     """
 
     policy: str

@@ -175,10 +175,8 @@ class Candidate:
 class Search:
     """All candidates of a question; ConfigError if its batch cannot be divided.
 
-    Attributes:
-        report: called before each micro-batch size, which takes seconds.
-        each: sequences of a rank in a step.
-        refused: methods that verdicts do not allow.
+    `report` is called before each micro-batch size; `each` are sequences of a rank in a step;
+    `refused` are methods that verdicts do not allow.
     """
 
     def __init__(self, question: Question) -> None:

@@ -126,11 +126,8 @@ def launch(
     """Run `module` on all hosts of a backend, until it ends.
 
     The module calls `heartbeat.begin`, which returns `job` to every process. Rank 0 must see
-    `folder`, too. `on_event` receives what rank 0 passes to `Heartbeat.beat`.
-
-    Raises:
-        HostError: a host no longer answers.
-        LaunchError: the processes failed, made no progress for `stall_s`, or exceeded `limit_s`.
+    `folder`, too. `on_event` receives what rank 0 passes to `Heartbeat.beat`. Raises HostError if a
+    host does not answer, LaunchError if processes fail, stall for `stall_s` or exceed `limit_s`.
     """
     folder = folder.absolute()
     (folder / JOB).write_text(json.dumps(job), encoding="utf-8")

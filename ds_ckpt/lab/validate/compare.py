@@ -27,13 +27,10 @@ EXIT_CODES: dict[Word, int] = {"inconclusive": 2, "worse": 1, "different": 1}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Verdict on one candidate.
+    """Verdict on one candidate; `record` is what `ds-ckpt validate` reads.
 
-    Attributes:
-        record: verdict and conditions, as `ds-ckpt validate` reads it.
-        differences: one for each seed; infinite if the run diverged.
-        finals: final losses or accuracies, dense and compressed.
-        reason: prevents a verdict; empty if there is none.
+    `differences`, one a seed, are infinite for a run that diverged; `finals` are losses or
+    accuracies, dense and compressed; `reason` prevents a verdict.
     """
 
     candidate: Candidate

@@ -26,13 +26,10 @@ Progress = Callable[[int, float], object]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run.
+    """Result of a run: (steps done, value) of held-out loss or accuracy, before and after training.
 
-    Attributes:
-        heldout: (steps done, held-out loss or accuracy) before and after training.
-        left: (steps done, compression error, residual norm) of the sampled steps.
-        digest: of every micro-step's loss and of the final evaluation, bit for bit.
-        diverged: the loss was not finite, and the run was stopped.
+    `left` has (steps done, compression error, residual norm) of the sampled steps; `digest` is of
+    every micro-step's loss and of the final evaluation, bit for bit.
     """
 
     heldout: list[tuple[int, float]]

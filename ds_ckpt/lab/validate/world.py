@@ -32,13 +32,10 @@ Loss = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW, a linear warm-up of the learning rate, a cosine decay, clipping by norm.
+    """AdamW, a linear warm-up of the learning rate, a cosine decay, clipping by norm (0: none).
 
-    Attributes:
-        learning_rate: largest of the schedule.
-        clip: largest norm of the averaged gradient; 0 disables clipping.
-        momentum_correction: of AdamW's first moment in uncompressed steps (`zero3/momentum.py`).
-        correction_start: number of steps without that correction.
+    `momentum_correction` of the first moment is for uncompressed steps (`zero3/momentum.py`), from
+    step `correction_start` on.
     """
 
     steps: int
@@ -74,11 +71,7 @@ class Step:
 class VirtualWorkers:
     """The mean of W workers' gradients, exchanged as by ZeRO-3 ranks with these settings.
 
-    All gradients form one bucket. The number of buckets changes the headers, not the values.
-
-    Attributes:
-        step: optimizer steps so far; the warm-up is counted in these.
-        states: exchange and warm-up of each worker.
+    All gradients form one bucket: the number of buckets changes the headers, not the values.
     """
 
     def __init__(
