@@ -59,7 +59,7 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
             group = group or getattr(mpu, name)()
     if group is None or dist.get_world_size(group) == 1:
         found = f"{'no' if group is None else 'one rank in the'} tensor-parallel group"
-        why = "activations are split over tensor-parallel ranks, which hold the same ones"
+        why = "tensor-parallel ranks hold the same activations; data-parallel ranks hold others"
         remedy = (
             'set it to false, or use {"tensor_parallel": {"autotp_size": 2}}, or pass a '
             "Megatron-style mpu to initialize or attach"

@@ -121,7 +121,7 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
         (["FILE", "--processes", "2", "--dense-correction", "0.3"], 3, "--dense-correction"),
         (["none.json"], 3, "none.json"),
         (["FILE", "--betas", "0.9"], 2, "--betas"),
-        (["FILE", "--output", "FILE"], 2, "is a file"),
+        (["FILE", "--output", "FILE"], 2, "--output"),
         (["FILE", "--data", "no-such-file"], 2, "--data"),
     ],
 )
