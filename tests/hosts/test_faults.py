@@ -16,15 +16,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ds_ckpt.lab.hosts.backends import INTERFACE
+from ds_ckpt.lab.hosts.backends import INTERFACE, SSH_S
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
-from ds_ckpt.lab.hosts.launcher import CHECK_LIMIT_S, HostError, check_hosts
+from ds_ckpt.lab.hosts.launcher import HostError, check_hosts
 from ds_ckpt.lab.measure.run import measure
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from tests.hosts.conftest import processes
 
 STALL_S = 20.0
+CHECK_LIMIT_S = 2 * SSH_S + 5
 BOUND_S = STALL_S + CHECK_LIMIT_S + 15
 """From the fault to the error: the silence, asking the hosts, taking them down."""
 SHAPE = {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "heads": 2}

@@ -32,8 +32,6 @@ from ds_ckpt.lab.hosts.backends import SSH_S, Backend, Prepared
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
 
 LOG = "launch.log"
-CHECK_LIMIT_S = 2 * SSH_S + 5
-"""Time limit of `check_hosts` and `unreachable`."""
 _MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOG_LINES = 40
 _POLL_S = 0.2
