@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ import pytest
 
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, missing, namespace
 from ds_ckpt.lab.hosts.sets import owner_of
+from ds_ckpt.lab.measure.samples import Store, Trial
+
+COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
+FEW = ["--steps=2", "--tokens=32", "--batch=2", "--repetitions=1"]
+LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"]
+"""Bytes that nobody counts, those of headers, are less than a hundredth of its messages."""
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -71,3 +78,13 @@ def processes(host: Host) -> list[psutil.Process]:
             if not dead and process.name() != "sshd" and namespace(process.pid) == own:
                 found.append(process)
     return found
+
+
+def trials(folder: Path) -> list[Trial]:
+    """Return the trials of a run of `measure`."""
+    return [s for s in Store(folder).read() if isinstance(s, Trial)]
+
+
+def far_bytes(trial: Trial, prefix: str = "") -> float:
+    """Return what the collectives count to other nodes, the mean over two nodes."""
+    return sum(n for purpose, n in trial.far_bytes.items() if purpose.startswith(prefix)) / 2

@@ -1,4 +1,4 @@
-"""`ds-ckpt measure` on emulated hosts: the experiment, going on after a kill, a hostfile."""
+"""`ds-ckpt measure` on emulated hosts: the experiment, going on after a kill."""
 
 from __future__ import annotations
 
@@ -6,33 +6,21 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from ds_ckpt.lab.hosts.backends import MASTER_PORT
-from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
-from ds_ckpt.lab.hosts.launcher import run_in_foreground
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Store, Trial
+from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.worker import build_model
 from ds_ckpt.lab.workload import count_parameters
-from tests.hosts.conftest import processes, sets_of
+from tests.hosts.conftest import COMMAND, FEW, LARGER, far_bytes, sets_of, trials
 
-COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
-FEW = ["--steps=2", "--tokens=32", "--batch=2", "--repetitions=1"]
 SMALL = [*FEW, "--shape=hidden_size=128,layers=2,intermediate_size=344,heads=4"]
-LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"]
-"""Bytes that nobody counts, those of headers, are less than a hundredth of its messages."""
 RATES = (200.0, None)
-
-
-def trials(folder: Path) -> list[Trial]:
-    return [s for s in Store(folder).read() if isinstance(s, Trial)]
 
 
 def wait_for_trials(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
@@ -166,48 +154,13 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(
         ("none/dense/whole", 0, 1),
         ("none/stock/zero2", 0, 1),
     ):
-        counted = _far_bytes(found[name], "gather"), _far_bytes(found[name], "weights")
+        counted = far_bytes(found[name], "gather"), far_bytes(found[name], "weights")
         assert counted == pytest.approx([gathers * parameters, changes * parameters], rel=0.01), (
             name
         )
-    assert _far_bytes(found["none/dense/lossless"], "weights") < 0.5 * parameters
+    assert far_bytes(found["none/dense/lossless"], "weights") < 0.5 * parameters
     stored = found["none/dense/whole"].stored_weight_bytes
     assert stored == pytest.approx((1 + 2) * parameters, rel=0.01)
     for trial in found.values():
-        assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
+        assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     assert "| none/dense/lossless | " in (folder / "report.md").read_text()
-
-
-def _far_bytes(trial: Trial, prefix: str = "") -> float:
-    """Return what the collectives count to other nodes, the mean over two nodes."""
-    return sum(n for purpose, n in trial.far_bytes.items() if purpose.startswith(prefix)) / 2
-
-
-@pytest.mark.timeout(400)
-def test_a_hostfile_of_machines(
-    two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hosts are emulated, the way to them is that to real machines; two processes on each."""
-    folder = tmp_path / "run"
-    options = [f"--output={folder}", "--interface=eth0", *LARGER]
-    options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222"]
-    options += ["--policies=none", "--methods=", f"--port={MASTER_PORT + 1}"]
-    options += ["--baselines=hpz"]
-    command = [*COMMAND, "measure", *options]
-    monkeypatch.setattr(two_hosts, "slots", 2)
-    prepared = two_hosts.prepare(command, tmp_path)
-    assert run_in_foreground(prepared) == 0
-    found = {trial.configuration: trial for trial in trials(folder)}
-    assert set(found) == {"none/stock", "none/dense", "none/no_comm", "none/stock/hpz"}
-    gathers = {name: _far_bytes(one, "gather") for name, one in found.items()}
-    # hpZ's second gather stays inside the host
-    assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
-    for trial in found.values():
-        counted = sum(trial.purpose_bytes.values())
-        assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
-        assert sum(trial.link_bytes) < 0.9 * trial.interface_bytes  # two processes meet on loopback
-        assert _far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
-    data = json.loads((folder / "report.json").read_text())
-    assert data["spec"]["where"] == "hostfile"
-    assert not any(processes(host) for host in two_hosts.hosts)
-    assert all(namespace(host.pid) for host in two_hosts.hosts)

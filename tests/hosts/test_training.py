@@ -1,4 +1,4 @@
-"""The real `deepspeed --hostfile` on two hosts, over pdsh, with the plugin."""
+"""The real `deepspeed --hostfile` on two hosts, over pdsh, with the plugin, and `measure` so."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.lab.hosts.backends import Backend, Loopback
-from ds_ckpt.lab.hosts.emulated import EmulatedHosts
-from ds_ckpt.lab.hosts.launcher import deepspeed
-from tests.hosts.conftest import processes
+from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.lab.hosts.launcher import deepspeed, run_in_foreground
+from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4
@@ -73,3 +73,33 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(
         assert resident["sent_bytes"] < stock["sent_bytes"] - 0.9 * STEPS * gather
         for name, trained in process.items():
             assert trained["losses"] == same[name]["losses"]
+
+
+@pytest.mark.timeout(400)
+def test_a_hostfile_of_machines(
+    two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts are emulated, the way to them is that to real machines; two processes on each."""
+    folder = tmp_path / "run"
+    options = [f"--output={folder}", "--interface=eth0", *LARGER]
+    options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222"]
+    options += ["--policies=none", "--methods=", f"--port={MASTER_PORT + 1}"]
+    options += ["--baselines=hpz"]
+    command = [*COMMAND, "measure", *options]
+    monkeypatch.setattr(two_hosts, "slots", 2)
+    prepared = two_hosts.prepare(command, tmp_path)
+    assert run_in_foreground(prepared) == 0
+    found = {trial.configuration: trial for trial in trials(folder)}
+    assert set(found) == {"none/stock", "none/dense", "none/no_comm", "none/stock/hpz"}
+    gathers = {name: far_bytes(one, "gather") for name, one in found.items()}
+    # hpZ's second gather stays inside the host
+    assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
+    for trial in found.values():
+        counted = sum(trial.purpose_bytes.values())
+        assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
+        assert sum(trial.link_bytes) < 0.9 * trial.interface_bytes  # two processes meet on loopback
+        assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
+    data = json.loads((folder / "report.json").read_text())
+    assert data["spec"]["where"] == "hostfile"
+    assert not any(processes(host) for host in two_hosts.hosts)
+    assert all(namespace(host.pid) for host in two_hosts.hosts)
