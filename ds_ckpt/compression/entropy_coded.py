@@ -87,9 +87,9 @@ class EntropyCoded(Method, Codec):
     metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"steps"')] = (
         Field(
             default="steps",
-            description='What decides which entries are sent. "energy": their size. "steps": their '
-            "size in the steps of an optimizer of Adam's kind, as far as rows and columns of the "
-            "gradients tell; an all-reduce of a number for each row and column in every 20th step.",
+            description='Measure that selects the entries. "energy": their size. "steps": their '
+            "size in the steps of an optimizer of Adam's kind, estimated from row and column sums; "
+            "costs an all-reduce of a number per row and column in every 20th step.",
         )
     )
 

@@ -72,7 +72,7 @@ def _problem(
         remedy += f", or remove the key (default {show(default)})"
     why = f"{key} {words}"
     if is_auto(value):
-        why += '; "auto" is for keys that Hugging Face knows, and nothing fills it in here'
+        why += '; "auto" is for keys that Hugging Face fills in; this key is not one of them'
     elif isinstance(value, str):
         close = nearest(value, re.findall(r'"([^"]*)"', words))
         why += f'; did you mean "{close}"?' if close else "; in quotes it is text"

@@ -125,7 +125,7 @@ def make_groups(group: Any, levels: Levels) -> Groups:
         if levels != 2:
             return Groups(group)
         why = f"{hosts}; two levels need several ranks a node, equally many"
-        remedy = 'write "auto" or 1, or give every host of the hostfile the same slots'
+        remedy = 'write "auto" or 1, or give every node of the hostfile the same slots'
         raise UnsupportedError(Problem("$.ds_ckpt.compression.exchange.levels", "2", why, remedy))
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
     # every rank makes every group: made by its members alone, a group is named by its ranks, and

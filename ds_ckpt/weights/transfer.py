@@ -32,7 +32,7 @@ class Flight:
     lengths: list[int]
     """Bytes from each rank."""
     from_host: bool
-    """Whether packets are encoded on the CPU."""
+    """True if packets are encoded on the CPU."""
 
 
 class ReplicaTransfer:

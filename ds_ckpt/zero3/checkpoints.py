@@ -1,7 +1,7 @@
 """Saves the plugin's state in an engine's checkpoints: wraps save and load.
 
-`StateFiles` reads and writes the state. This file knows when DeepSpeed saves and loads, under which
-tag, and what the caller loads.
+`StateFiles` reads and writes the state. This file calls it when DeepSpeed saves and loads, with the
+tag and with the caller's choice of what to load.
 
 A save removes the state of an earlier save under its tag, runs DeepSpeed's save, writes the state,
 and names the tag in `latest`. If it is interrupted, the tag holds no state or an incomplete one,

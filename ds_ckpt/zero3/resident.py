@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HOST_COPY = "a host's copy of the weights, this process's part"
+HOST_COPY = "a node's copy of the weights, this rank's part"
 
 
 def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsize: int) -> int:
@@ -63,12 +63,10 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     parameters: list[Any] = list(engine.module.parameters())
     seen: set[int] = set()
     found = {
-        "weights, this process's part": _sum((p.ds_tensor for p in parameters), device, seen),
+        "weights, this rank's part": _sum((p.ds_tensor for p in parameters), device, seen),
         "master weights": _sum(optimizer.fp32_partitioned_groups_flat, device, seen),
         "optimizer state": _sum(_state(optimizer.optimizer), device, seen),
-        "gradients, this process's part": _sum(
-            [optimizer.grad_partitions_flat_buffer], device, seen
-        ),
+        "gradients, this rank's part": _sum([optimizer.grad_partitions_flat_buffer], device, seen),
         "weights that stay gathered": sum(
             p.ds_numel * p.element_size() for p in offload.persistent_parameters
         ),

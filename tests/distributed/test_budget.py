@@ -60,9 +60,9 @@ def test_a_budget_for_the_whole_accelerator_counts_what_zero_keeps(world2: Any) 
         ours = found[40.0]
         assert ours["equal"]
         resident = ours["resident"]
-        assert resident["weights, this process's part"] > 0
+        assert resident["weights, this rank's part"] > 0
         assert resident["optimizer state"] > 0
-        assert resident["gradients, this process's part"] > 0
+        assert resident["gradients, this rank's part"] > 0
         assert resident["reduce bucket"] >= 5000 * 4
         assert resident["gradients of activations and temporaries"] > 0
         assert ours["needed"] >= sum(resident.values())

@@ -136,7 +136,7 @@ def test_a_host_that_vanishes_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path
         leaves_nothing, tmp_path / "run", lambda: os.kill(pid, signal.SIGKILL)
     )
     assert took_s < BOUND_S
-    assert "host1: found no answer: the host has ended" in said
+    assert "host1: found no answer: the node has ended" in said
     assert "fix: check the machine and its link" in said
     assert not any(processes(host) for host in leaves_nothing.hosts)
 

@@ -164,7 +164,7 @@ def test_a_silence_ends_what_is_launched(
 ) -> None:
     monkeypatch.setattr("ds_ckpt.lab.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
     hosts = Hosts("process.beat()\n" * begins + "time.sleep(600)")
-    with pytest.raises(LaunchError, match="and all hosts answer") as caught:
+    with pytest.raises(LaunchError, match="and all nodes answer") as caught:
         launch(hosts, "m", {}, tmp_path, stall_s=1.0)
     words = str(caught.value)
     assert f"no progress for {1 if begins else 4} s" in words

@@ -99,7 +99,7 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
         (["--loopback", "--rates=50mbit"], "only the links of emulated nodes"),
         (["--loopback", "--methods=zip"], "zip"),
         (["--loopback", "--shape=width=3"], "hidden_size"),
-        (["--loopback", "--slots=1"], "a single process exchanges nothing"),
+        (["--loopback", "--slots=1"], "a single rank exchanges nothing"),
         (["--rates=fast"], "write 200mbit"),
         (["--loopback", "--hosts=3", "--port=3"], "--hosts, --port would change nothing"),
         (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),

@@ -249,8 +249,8 @@ def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
     half = kept["parameters_count"]  # of 2 bytes each; no parameter is padded
     assert kept["host_copy_bytes"] == half
     shown = " ".join(result.output.split())
-    assert "One rank of 8 on 4 hosts" in shown
-    assert f"host's copy of the weights {size(half)}" in shown
+    assert "One rank of 8 on 4 nodes" in shown
+    assert f"node's copy of the weights {size(half)}" in shown
     planned = run({"activation": {"policy": "auto"}})
     assert "planned at the first batch of training" in " ".join(planned.output.split())
 

@@ -203,12 +203,12 @@ def _hosts(
         hosts = world // hpz
     per_host = world // hosts if hosts else 1
     if world % (hosts or 1) or world % hpz or (resident and hpz not in (1, per_host)):
-        why = f"{world} ranks are divided among hosts, and weights among a host's ranks"
-        found = f"{hosts} hosts, zero_hpz_partition_size {hpz}"
+        why = f"{world} ranks are divided among nodes, and weights among a node's ranks"
+        found = f"{hosts} nodes, zero_hpz_partition_size {hpz}"
         problem = Problem("--hosts", found, why, "write divisors of --world that agree")
         raise ConfigError(problem, headline="the ranks cannot be divided so")
     if resident and hosts is None:
-        notes.append("hosts: not known (--hosts); one rank per host is counted, which is the most")
+        notes.append("hosts: not known (--hosts); one rank per node is counted, which is the most")
     if resident and hosts != 1:
         return hosts, per_host
     return hosts, hpz if hpz > 1 else 0

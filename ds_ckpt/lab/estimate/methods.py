@@ -35,9 +35,9 @@ _LOW_RANK_BYTES = (40.0, 20.0)
 _ACCUMULATE_BYTES = 20.0
 """Residual plus gradient: two fp32 read, one written, checked for finiteness, kept."""
 LOSSLESS_BITS = 2.7
-"""Of a lossless change at a learning rate of 3e-4 (measured, `benchmarks/lossless_bits.py`)."""
+"""Bits per weight of a lossless change at learning rate 3e-4 (`benchmarks/lossless_bits.py`)."""
 LOSSLESS_S = 10e-9
-"""Of encoding, and of decoding, an element on one CPU core (measured, `lossless_bits.py`)."""
+"""Seconds to encode an element, and to decode it, on one CPU core (`lossless_bits.py`)."""
 RESIDENT = {"whole": "none", "lossless": "lossless"}
 """Ways to send changes of resident weights, with their `deltas`."""
 

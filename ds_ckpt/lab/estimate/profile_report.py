@@ -21,7 +21,7 @@ def document(profile: Profile) -> Document:
         f"{profile.model}: {profile.class_name}, {count(states.parameters_count)} "
         f"parameters, {profile.dtype}; batch {first.batch} of {first.tokens} tokens"
     )
-    hosts = f" on {states.hosts} hosts" if states.hosts and states.hosts > 1 else ""
+    hosts = f"on {states.hosts} nodes" if states.hosts and states.hosts > 1 else ""
     assumed = ", assumed" if states.assumed else ""
     kept = f"One rank of {states.world}{hosts}, ZeRO stage {states.zero_stage}{assumed}"
     found: list[Block] = []
@@ -41,7 +41,7 @@ def _states(profile: Profile) -> Table:
     states = profile.states
     rows = [
         ("parameters", states.parameters_bytes),
-        ("host's copy of the weights", states.host_copy_bytes),
+        ("node's copy of the weights", states.host_copy_bytes),
         ("weights gathered at a time", states.gathered_bytes),
         ("gradients", states.gradients_bytes),
         (f"optimizer ({states.optimizer}, with 32-bit weights)", states.optimizer_bytes),

@@ -332,7 +332,7 @@ class Search:
             "weights, gradients, optimizer": kept,
             "gathered weights": states.gathered_bytes,
             "buckets": states.communication_bytes,
-            "the host's copy of the weights": states.host_copy_bytes,
+            "the node's copy of the weights": states.host_copy_bytes,
             "residuals": residuals * (not on_host),
             "gradients of activations, temporaries": model.temporary_bytes(sequences),
         }

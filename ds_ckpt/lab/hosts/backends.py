@@ -64,7 +64,7 @@ class Backend:
     def set_rate(self, rate_mbit: float | None) -> None:
         """Set the rate of every link; without a limit there is nothing to set."""
         if rate_mbit is not None:
-            raise NotImplementedError("only the links of emulated hosts have a rate")
+            raise NotImplementedError("only the links of emulated nodes have a rate")
 
     def end(self) -> None:
         """End from the inside what has to be killed, if possible."""
@@ -141,13 +141,13 @@ class Loopback(Backend):
         if self.on_gpus():
             return f"{self.processes} GPUs of one machine, link rate not changed"
         return (
-            f"{self.processes} processes on one machine over loopback, LINK NOT SHAPED: it is "
+            f"{self.processes} ranks on one machine over loopback, LINK NOT SHAPED: it is "
             "faster than any network, so times show the methods' cost and not their savings"
         )
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Read the processes by host; ConfigError on lines other than `name slots=N`."""
+    """Read the number of ranks by node; ConfigError on lines other than `name slots=N`."""
     found: dict[str, int] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = line.split("#")[0].split()
@@ -158,12 +158,12 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise _unusable(f"{path}, line {number}", line.strip())
         found[words[0]] = int(slots[1])
     if len(set(found.values())) != 1:
-        raise _unusable(str(path), "hosts with different slots" if found else "no hosts")
+        raise _unusable(str(path), "nodes with different slots" if found else "no nodes")
     return found
 
 
 def _unusable(where: str, found: str) -> ConfigError:
-    why = "each host is listed once, all with the same number of processes"
+    why = "each node is listed once, all with the same number of ranks"
     problem = Problem(where, found, why, "write `name slots=8`, one per line")
     return ConfigError(problem, headline="this hostfile cannot be used")
 

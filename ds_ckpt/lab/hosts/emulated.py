@@ -70,7 +70,7 @@ exec "$3" -D -e -f "$1/$2.sshd"
 
 
 def missing() -> list[str]:
-    """Return why hosts cannot be emulated here; empty if they can."""
+    """Return why nodes cannot be emulated here; empty if they can."""
     if sys.platform != "linux":
         return ["network namespaces need Linux"]
     reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
@@ -135,10 +135,10 @@ class EmulatedHosts(Backend):
 
     def __enter__(self) -> EmulatedHosts:
         if reasons := missing():
-            why = "each host is a network, process and mount namespace with an sshd"
+            why = "each node is a network, process and mount namespace with an sshd"
             remedy = "run as root with these tools, or use a hostfile or loopback"
             problem = Problem("this machine", "; ".join(reasons), why, remedy)
-            raise HostsError(problem, headline="hosts cannot be emulated here")
+            raise HostsError(problem, headline="nodes cannot be emulated here")
         try:
             self._up()
         except BaseException:
@@ -159,7 +159,7 @@ class EmulatedHosts(Backend):
         while self._pids and any(process.poll() is None for process in self._first):
             _collect_adopted(spaces)
             if time.monotonic() > limit:
-                found = f"processes that outlive their hosts by {_UP_S:.0f} s"
+                found = f"processes that outlive their nodes by {_UP_S:.0f} s"
                 remedy = "end what blocks them, then run `ds-ckpt hosts down`"
                 raise HostsError(Problem(str(self.folder), found, "they were killed", remedy))
             time.sleep(0.02)
@@ -314,8 +314,8 @@ def _call(argv: Sequence[str]) -> None:
     result = _run(argv)
     if result.returncode:
         found = f"exit code {result.returncode}: {result.stderr.strip()}"
-        remedy = "check that the hosts are up and this kernel supports the command"
-        raise HostsError(Problem(" ".join(argv), found, "it makes hosts and their links", remedy))
+        remedy = "check that the nodes are up and this kernel supports the command"
+        raise HostsError(Problem(" ".join(argv), found, "it makes nodes and their links", remedy))
 
 
 def _environment() -> dict[str, str]:

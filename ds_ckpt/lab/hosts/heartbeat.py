@@ -77,7 +77,7 @@ class Heartbeat:
         while True:
             time.sleep(every_s)
             if reason := self._reason_to_end():
-                print(f"ds_ckpt: this process ends itself: {reason}", file=sys.stderr, flush=True)
+                print(f"ds_ckpt: this process exits: {reason}", file=sys.stderr, flush=True)
                 os._exit(STALLED)
 
     def _reason_to_end(self) -> str:

@@ -54,7 +54,7 @@ if int(sys.argv[1]):
 class HostError(DsCkptError, RuntimeError):
     """A host cannot take part, or has dropped out."""
 
-    headline = "not every host can take part"
+    headline = "not every node can take part"
 
 
 class LaunchError(DsCkptError, RuntimeError):
@@ -71,9 +71,9 @@ def check_hosts(hosts: Backend) -> None:
         argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES)]
         code, output = _try(hosts, name, argv)
         if code == 255:
-            remedy = f"make `ssh {name} true` work without a password from the first host"
+            remedy = f"make `ssh {name} true` work without a password from the first node"
             return Problem(name, output, "processes are started over ssh", remedy)
-        why = f"every host needs {sys.executable}, its modules, and rank 0 a free port"
+        why = f"every node needs {sys.executable}, its modules, and rank 0 a free port"
         remedy = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
         return Problem(name, output, why, remedy) if code else None
 
@@ -90,8 +90,8 @@ def unreachable(hosts: Backend) -> list[Problem]:
     asked = gone if gone and gone[0] == hosts.names[0] else hosts.names
 
     def ask(name: str) -> Problem | None:
-        code, output = (255, "the host has ended") if name in gone else _try(hosts, name, ["true"])
-        why = "the host dropped out of the network, or its link is down"
+        code, output = (255, "the node has ended") if name in gone else _try(hosts, name, ["true"])
+        why = "the node dropped out of the network, or its link is down"
         remedy = "check the machine and its link; then repeat the command, which continues the run"
         return Problem(name, f"no answer: {output}", why, remedy) if code == 255 else None
 
@@ -135,7 +135,7 @@ def launch(
         for event in listener.poll():
             on_event(event)
         if (overdue_s := listener.overdue_s()) is not None:
-            found = f"no progress for {overdue_s:.0f} s, and all hosts answer"
+            found = f"no progress for {overdue_s:.0f} s, and all nodes answer"
             remedy = "check the machine's load, or raise --stall-s above the longest step"
             raise _failed(found, remedy, ", ".join(backend.names), folder / LOG)
 
@@ -203,7 +203,7 @@ def run(
                 raise _failed(found, "fix the cause of the last error", where, log)
         except LaunchError as error:
             if backend is not None and (problems := unreachable(backend)):
-                raise HostError(problems, headline="a host has dropped out") from error
+                raise HostError(problems, headline="a node has dropped out") from error
             raise
         finally:
             _kill(process, backend)
@@ -271,7 +271,7 @@ def signals_as_exit() -> Iterator[None]:
 def _failed(found: str, remedy: str, where: str, log: Path) -> LaunchError:
     found = f"{found}; its log ends with\n{log_tail(log)}"
     remedy = f"{remedy}; the full log is {log}"
-    return LaunchError(Problem(where, found, "one of the processes failed or hangs", remedy))
+    return LaunchError(Problem(where, found, "one of the ranks failed or hangs", remedy))
 
 
 def _kill(process: subprocess.Popen[bytes], backend: Backend | None) -> None:

@@ -71,7 +71,7 @@ class Links:
             raise ValueError(f"{path} does not have the format '{FORMAT}'")
         links = TypeAdapter(cls).validate_python(content)
         if not links.pairs:
-            raise ValueError(f"{path} has no pairs of hosts")
+            raise ValueError(f"{path} has no pairs of nodes")
         return links
 
 

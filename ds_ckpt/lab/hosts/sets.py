@@ -27,7 +27,7 @@ _END_S = 30.0
 class HostsError(DsCkptError, RuntimeError):
     """Hosts cannot be emulated here, or one of them did not come up or go down."""
 
-    headline = "the emulated hosts"
+    headline = "the emulated nodes"
 
 
 def new_set() -> Path:

@@ -216,7 +216,7 @@ def check(spec: Spec) -> None:
         why = "only the links of emulated nodes can be given a rate"
         wrong("--rates", ", ".join(map(link, spec.rates)), why, "leave it out")
     if spec.processes < 2:
-        wrong("--hosts, --slots", layout, "a single process exchanges nothing", "use at least 2")
+        wrong("--hosts, --slots", layout, "a single rank exchanges nothing", "use at least 2")
     if spec.model is not None and (spec.shape or _is_callable(spec.model)):
         why = "measure trains Hugging Face models on text, and --shape is the built-in Llama's"
         wrong("--model, --shape", spec.model, why, "name a configuration, without --shape")

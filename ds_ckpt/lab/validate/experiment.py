@@ -84,9 +84,11 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candi
         candidate = Candidate(name, str(path), plugin, settings)
         changes_anything = method != "none" or plugin.activation.active
         if not (candidate.lossy or (mode == "processes" and changes_anything)):
-            why = "dense training would be compared with itself: virtual workers only compress"
+            why = (
+                "uncompressed training would be compared with itself: virtual workers only compress"
+            )
             remedy = (
-                "compare checkpointing and dense exchanges with --processes 2, weights between "
+                "compare checkpointing and the method dense with --processes 2, weights between "
                 "nodes with ds-ckpt measure --weights"
             )
             raise ConfigError(Problem(str(path), "no lossy compression", why, remedy))
