@@ -214,7 +214,7 @@ def start(
 
 
 def sent_bytes(*interfaces: str) -> tuple[int, ...]:
-    """What these have sent when nothing is under way."""
+    """Return the bytes that these interfaces have sent when nothing is in flight."""
     dist.barrier()
     time.sleep(0.3)
     found = tuple(map(sent_by, interfaces))

@@ -11,7 +11,7 @@ from ds_ckpt.exchange.exchange import AllToAllExchange, Item
 
 
 class OwnShareToo(AllToAllExchange):
-    """What a process owns itself goes through the codec like what it sends; low rank has none."""
+    """Exchange that also encodes a rank's own shard, as it does remote ones; low rank has none."""
 
     def _accumulate(self, items: Sequence[Item], loss_scale: float) -> Tensor:
         finite = super()._accumulate(items, loss_scale)

@@ -1,4 +1,4 @@
-"""What is told about activation checkpointing and gradient compression, held against measurements.
+"""Compare published figures on activation checkpointing and compression with measurements.
 
     python benchmarks/claims.py                       # docs/claims.md from what is on record
     python benchmarks/claims.py --measure [NAME ...]  # measure what is missing, or these again
@@ -55,7 +55,7 @@ class Step:
     launches: dict[str, int]
     moved_bytes: dict[str, int]
     layer_bytes: dict[str, int]
-    """Of the second block, by part: the first may hold what all share."""
+    """Bytes of the second block, by part: the first may hold tensors that all share."""
     outside_bytes: int
     score_bytes: int
     unstored_bytes: int
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured under a name: one model, batch and attention, several policies."""
+    """One measurement by name: a model, batch and attention, several policies."""
 
     name: str
     model: str
@@ -135,7 +135,7 @@ def _model(name: str) -> str:
 
 
 def _section(name: str) -> dict[str, Any]:
-    """Of a policy under its name here: block, segments 4, every_n 4, selective attention+qkvo."""
+    """Return the section of a policy by its name here: block, segments 4, selective qkvo."""
     policy, _, setting = name.partition(" ")
     key = {"segments": "segment_size", "every_n": "every_n", "selective": "save_ops"}.get(policy)
     if not setting or key is None:
@@ -212,7 +212,7 @@ class Measured:
         return Step(**self.record["steps"][policy])
 
     def states(self, world: int) -> Any:
-        """What a process of so many keeps (`ds_ckpt.lab.estimate.memory.States`)."""
+        """Return the states of one of `world` ranks (`ds_ckpt.lab.estimate.memory.States`)."""
         from ds_ckpt.lab.estimate.memory import States
 
         return States(**self.record["states"][str(world)])
@@ -239,13 +239,13 @@ class _Names:
 
 
 class Results:
-    """What other benchmarks have on record, by the names that the claims use."""
+    """Results of other benchmarks, by the names that the claims use."""
 
     def json(self, name: str) -> Any:
         return json.loads((HERE / "results" / name).read_text(encoding="utf-8"))
 
     def gathers(self, model: str, mode: str) -> float:
-        """Of each weight in a first step where nothing stays gathered (reuse distance 0)."""
+        """Return the all-gathers of each weight in a first step with reuse distance 0."""
         rows = self.json("gathers.json")["rows"]
         keys = (model, 0, mode)
         (row,) = (r for r in rows if (r["model"], r["reuse"], r["mode"]) == keys)
@@ -283,7 +283,7 @@ class Results:
         return statistics.fmean(loss / dense[s] - 1 for s, loss in losses[method].items())
 
     def verdict(self, preset: str, task: str) -> Any:
-        """Of `ds-ckpt validate-accuracy`, which comes with the package."""
+        """Return a verdict of `ds-ckpt validate-accuracy` that comes with the package."""
         path = HERE.parent / "ds_ckpt" / "verdicts.json"
         found = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
         return _Names(next(v for v in found if v["preset"] == preset and task in v["task"]))
@@ -411,7 +411,7 @@ def judge(cases: Sequence[Case], claims: Sequence[Claim]) -> list[Judged]:
 
 
 def measure(cases: Sequence[Case], names: Sequence[str]) -> None:
-    """What is missing or named; each is kept as soon as it is there."""
+    """Measure the cases that are missing or named; save each when it is done."""
     import torch
     import transformers
 

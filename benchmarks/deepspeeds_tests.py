@@ -50,7 +50,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def run(tests: Path, what: list[str], folder: Path, *, injected: bool) -> Results:
-    """How each test of DeepSpeed's that `what` names ended."""
+    """Run the tests of DeepSpeed that `what` names; return the result of each."""
     results, attached = folder / "results.jsonl", folder / "attached"
     for path in (results, attached):
         path.unlink(missing_ok=True)

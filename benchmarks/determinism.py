@@ -1,4 +1,4 @@
-"""What `check_determinism` costs: fingerprints as a share of a step of some Llama layers.
+"""Cost of `check_determinism`: fingerprints as a share of a step of some Llama layers.
 
     python benchmarks/determinism.py [--hidden 1024] [--tokens 512]
 

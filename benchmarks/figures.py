@@ -32,7 +32,7 @@ CELLS = {
     "resident, lossless + dense once a step": "the same, gradients once a step",
     "resident, lossless + 3 bits": "the same, gradients in 3 bits",
 }
-"""Of `weight_bytes.py`, by what they are called in the figure."""
+"""Names in the figure, by cell of `weight_bytes.py`."""
 FAMILIES = {
     "few bits": ("8 bits", "4 bits", "3 bits", "2 bits", "2 bits, no feedback"),
     "low rank": ("rank 32", "rank 16", "rank 4"),
@@ -40,11 +40,11 @@ FAMILIES = {
     "plain": ("plain int4", "plain Top-K 4.7%", "plain Top-K 0.4%"),
     "torch's PowerSGD hook": ("torch's hook, rank 16", "torch's hook, rank 4"),
 }
-"""Of `frontier.py`, by method."""
+"""Methods of `frontier.py`, by family."""
 
 
 def bytes_of_a_step() -> Panel:
-    """What a host sends in a step: two hosts of one process, 12.9 million weights in bf16."""
+    """Bytes that a node sends in a step: two nodes of one rank, 12.9 million weights in bf16."""
     rows = json.loads((RESULTS / "weight_bytes.json").read_text())
     sent = {
         row["cell"]: row["sent"] / 1e6
@@ -86,7 +86,7 @@ def loss_against_bytes() -> Panel:
 
 
 POINTS = 300
-"""Of a line of memory over a step."""
+"""Number of points of a memory line over a step."""
 
 
 def measure_memory() -> dict[str, Any]:

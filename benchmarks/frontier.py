@@ -65,7 +65,7 @@ SIZES: dict[str, int] = {
     "intermediate_size": 688,
     "heads": 8,
 }
-"""Of the task: virtual workers, a worker's micro-batch, evaluation, the Llama."""
+"""Sizes of the task: virtual workers, a worker's micro-batch, evaluation, the Llama."""
 LLAMA = ("hidden_size", "layers", "intermediate_size", "heads")
 
 
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> Task:
-    """What the frontier trains; the tuned one's task names its products."""
+    """Return the task that the frontier trains; the tuned one names its products."""
     data, learner = (Dealt, Mixed) if "products" in task else (Text, Task)
     length = task["sequence_length"]
     sizes = {name: task[name] for name in LLAMA}
@@ -244,7 +244,7 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> T
 
 
 def sizes_of(hidden_size: int, workers: int, batch: int) -> dict[str, int]:
-    """Where the tuned frontier's task differs from `SIZES`; of a batch, all workers' sequences."""
+    """Return the differences of the tuned task to `SIZES`; `batch` are all workers' sequences."""
     wider = hidden_size / SIZES["hidden_size"]
     return {
         "sequences": batch // workers,
@@ -254,7 +254,7 @@ def sizes_of(hidden_size: int, workers: int, batch: int) -> dict[str, int]:
 
 
 def one_thread() -> None:
-    """How every run of the frontier computes; see above."""
+    """Set one thread and the precision that every run of the frontier uses; see above."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     torch.set_flush_denormal(True)
@@ -289,7 +289,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_done(results: Path, key: dict[str, Any]) -> bool:
-    """Whether the file has the run of this key."""
+    """Return whether the file has the run of this key."""
     return any(all(line[k] == v for k, v in key.items()) for line in _read(results))
 
 
@@ -300,7 +300,7 @@ def result_line(
     recipe: Recipe,
     outcome: Outcome,
 ) -> dict[str, Any]:
-    """What a finished run's line says of it, but for its key and its bytes in 16 bits."""
+    """Return the record of a finished run, without its key and its bytes in 16 bits."""
     return {
         "settings": settings,
         "task": SIZES,

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in ten minutes: does everything compute the same there, and how fast?
+"""Checks that need a GPU, in ten minutes: equal results to the CPU, and speed.
 
     ./scripts/gpu_check.sh [--json gpu_check.json] [--only codecs law3 ...]
     python -m benchmarks.gpu_check --device cpu      # a rehearsal: what needs a GPU is left out
@@ -52,7 +52,7 @@ Found = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 4
 LEAST_SHARE = 0.5
-"""Of a copy's bandwidth, that each fused kernel is to reach."""
+"""Least share of a copy's bandwidth for each fused kernel."""
 LINK_BYTES_PER_S = 400e9 / 8
 """At which 3 bits are to take less time than the bytes that they save."""
 METHODS: dict[str, Compressor | None] = {
@@ -327,7 +327,7 @@ def times(device: torch.device) -> Found:
 
 
 def missed_targets(found: Found) -> list[str]:
-    """What `times` found against what is promised of a GPU, each miss with its figures.
+    """Return each target that `times` missed, with its figures.
 
     3 bits are held to the whole of their bucket: copies, kernels and rounding, as exchanged among
     eight; what they save is the difference of what seven shards of eight take on the link in bf16

@@ -1,4 +1,4 @@
-"""What keeping boundaries in host memory costs a step, on the stand-in: no accelerator involved.
+"""Cost per step of keeping boundaries in host memory, on the stand-in: no accelerator involved.
 
     python benchmarks/offload.py [--repeats 25] [--layers 8 --hidden 128 --tokens 256 --batch 4]
 

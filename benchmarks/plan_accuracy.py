@@ -1,4 +1,4 @@
-"""What `ds-ckpt plan` simulates, held against measured steps: seconds and bytes of a grid.
+"""Compare the seconds and bytes that `ds-ckpt plan` simulates with measured steps of a grid.
 
     sudo python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
         [--slots 2] [--shape wider]
@@ -74,7 +74,7 @@ CELLS: dict[int, list[tuple[str, str, int]]] = {
 
 
 def worker(spec: dict[str, Any], folder: Path) -> None:
-    """What `deepspeed` launches for one rate and accumulation."""
+    """Measure one rate and accumulation under `deepspeed`."""
     _cells.join()
     cells = []
     for policy, method, sequences in CELLS[spec["accumulation"]]:
@@ -171,18 +171,17 @@ RATES = {
     "link_bytes_per_s": 1e9,
     "link_share": 0.956,
 }
-"""Where the calibration begins: FLOP/s and bytes/s of one process, seconds of a collective's call,
-of AdamW, of packing and unpacking, each of
-encoding and decoding a changed weight losslessly, and of handing over any; the link that is not
-shaped; what gloo reaches of a shaped one, of which frames carry 95.6% of payload
-(`hosts/probe.py`)."""
+"""Start of the calibration: FLOP/s and bytes/s of one rank; seconds of a collective's call, of
+AdamW, of packing and unpacking, of encoding and decoding a changed weight losslessly, of handing
+over any; the rate of an unshaped link; the share that gloo reaches of a shaped one, whose frames
+carry 95.6% of payload (`hosts/probe.py`)."""
 HEADERS = 1.008
 """Bytes at an interface over those that are sent (docs/measuring.md)."""
 SEGMENT_BYTES = 65536
 
 
 CORES = 2
-"""Of the machine: processes that share one compute longer."""
+"""Cores of the machine: ranks that share one compute longer."""
 
 
 def wider(batch: int, tokens: int) -> tuple[Any, Any]:
@@ -210,7 +209,7 @@ class Predictor:
         return self.models[shape]
 
     def lossless_bits(self, rows: list[dict[str, Any]]) -> float:
-        """What a lossless change takes here: the bytes of the calibrated row less its gradients."""
+        """Return the bits of a lossless change: the calibrated row's bytes less its gradients."""
         (row,) = (r for r in rows if key(r) in CALIBRATED and "lossless" in r["method"])
         self.bits = 0.0
         beside = self.step(row, RATES).link_bytes
@@ -327,7 +326,7 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> None:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far predictions are from what was measured.
+    """Errors of predictions against measurements.
 
     Attributes:
         errors: of a step's seconds, a share of the measured; without what is calibrated on.

@@ -97,7 +97,7 @@ class Point:
 
 
 SHARES = {FMS: 0.57, TITAN: 0.611}
-"""Of an A100's peak: the 7B without recompute (thebeat.tech on IBM's and Meta's runs: 57%), and the
+"""Shares of an A100's peak: the 7B without recompute (thebeat.tech on IBM and Meta: 57%), and the
 13B without recompute (the page itself)."""
 A100, H100 = "16 nodes x 8 A100 80 GB, 400 Gbit/s", "12 nodes x 8 H100, 800 Gbit/s"
 TITANS = "8 nodes x 8 A100 80 GB, 400 Gbit/s"

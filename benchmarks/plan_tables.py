@@ -1,4 +1,4 @@
-"""What plain DeepSpeed and this plugin's best plan reach on clusters that nobody here has.
+"""Simulated speed of plain DeepSpeed and of this plugin's best plan, on clusters by size and link.
 
     python benchmarks/plan_tables.py -o docs/plan_tables.md
 
@@ -82,7 +82,7 @@ def fastest(
 
 
 def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator[str]:
-    """Of one model on one cluster, by rate and latency."""
+    """Yield the rows of one model on one cluster, by rate and latency."""
     question = search.question
     if not search.all:
         search.best()  # says why

@@ -1,4 +1,4 @@
-"""What each policy holds and computes: a Llama of 7B, batch 1, 4,096 tokens, bf16, by fake tensors.
+"""Memory and FLOPs of each policy: a Llama of 7B, batch 1, 4,096 tokens, bf16, by fake tensors.
 
     python benchmarks/policies.py [--layers 32] [--tokens 4096]
 

@@ -61,7 +61,7 @@ class Wire:
 
 
 class Bucket:
-    """What the hook asks of DDP's bucket; views of one flat buffer."""
+    """The part of DDP's bucket that the hook uses; views of one flat buffer."""
 
     def __init__(self, shapes: list[torch.Size]) -> None:
         self._flat = torch.zeros(sum(shape.numel() for shape in shapes))

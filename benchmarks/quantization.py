@@ -139,7 +139,7 @@ CODECS: dict[str, Codec] = {
 
 
 def from_training(codec: str, steps: int) -> list[Tensor]:
-    """What the first worker has for the second owner, by tensor."""
+    """Return the gradients that the first worker sends to the second owner, by tensor."""
     task = open_task(make_spec("language"))
     compressor = CODECS[codec]
     assert isinstance(compressor, Quantize | EntropyCoded | TopK)
@@ -170,7 +170,7 @@ def from_training(codec: str, steps: int) -> list[Tensor]:
 
 @dataclass
 class Coded:
-    """What a codec makes of some tensors, in sums over their entries."""
+    """Result of a codec on some tensors, in sums over their entries."""
 
     entries: int = 0
     sent_bits: float = 0.0
@@ -221,7 +221,7 @@ def finer_bits(code: _Sent, ks: list[int]) -> float:
 
 
 def huffman_bits(symbols: Tensor) -> float:
-    """Of zlib's code alone."""
+    """Return the bits that zlib's Huffman code alone takes."""
     coarse = torch.nn.functional.pad(symbols.clamp(max=3), (0, -len(symbols) % 4)).view(-1, 4)
     streams = [(coarse << torch.tensor([0, 2, 4, 6])).sum(1), symbols[symbols > 2]]
     total = 0

@@ -189,7 +189,7 @@ def _settled(steps: int) -> int:
 
 
 def verdict(records: Sequence[Record]) -> list[str]:
-    """What has grown in one process, in words; nothing where all is flat."""
+    """Return a text for each quantity that has grown on one rank; empty if none has."""
     settled = [r for r in records if r.step >= _settled(records[-1].step)]
     fifth = max(1, len(settled) // 5)
     first, last = settled[:fifth], settled[-fifth:]

@@ -49,7 +49,7 @@ METHODS_HERE = [name for name, section in METHODS.items() if "exchange" not in (
 
 
 def worker(spec: dict[str, Any], folder: Path) -> None:
-    """What `deepspeed` launches for one model."""
+    """Measure one model under `deepspeed`."""
     _cells.join()
     methods: list[str] = spec["methods"]
     rows: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def _ask_for(rate: float | None, folder: Path) -> None:
 
 
 def set_rate(hosts: Any, folder: Path) -> None:
-    """What the maker of the hosts does a few times a second; the other end of `_ask_for`."""
+    """Set the rate that `_ask_for` has requested; called several times a second."""
     wanted = folder / "wanted"
     if wanted.exists():
         hosts.set_rate(json.loads(wanted.read_text()))

@@ -39,7 +39,7 @@ CELLS = (
 
 
 def worker(spec: dict[str, Any], out: Path) -> None:
-    """What `deepspeed` launches: every cell in turn, results by process 0."""
+    """Run every cell in turn under `deepspeed`; rank 0 writes the results."""
     _cells.join()
     rows = []
     for accumulation in spec["accumulation"]:

@@ -42,7 +42,7 @@ ZERO = {"stage3_param_persistence_threshold": 10**12}
 
 
 def worker(spec: dict[str, Any], out: Path) -> None:
-    """What `deepspeed` launches: every cell in turn, results by process 0."""
+    """Run every cell in turn under `deepspeed`; rank 0 writes the results."""
     _cells.join()
     rows = []
     for shape in spec["models"]:

@@ -24,7 +24,7 @@ their own metadata, by `python scripts/licences.py`. None of them is part of the
 
 
 def licence(name: str) -> str:
-    """As the package's metadata has it: an SPDX expression, classifiers, or a short text."""
+    """Return the licence in the package's metadata: SPDX expression, classifiers or short text."""
     data = distribution(name).metadata
     expression = data.get("License-Expression")
     if expression:

@@ -26,7 +26,7 @@ def _cell(text: str) -> str:
 
 
 def _kind(key: dict[str, Any]) -> str:
-    """What a value may be."""
+    """Describe the values of a key."""
     if "$ref" in key:
         name = key["$ref"].rpartition("/")[2]
         return f"[section](#{name.lower()})"
@@ -62,7 +62,7 @@ def keys() -> str:
 
 
 def _type(hint: Any) -> str:
-    """Of an option: text, a number, a file, or the words that it may be."""
+    """Describe the type of an option: text, a number, a file, or its possible words."""
     inner = [h for h in get_args(hint) if h is not type(None)]
     if get_origin(hint) is Literal:
         return ", ".join(map(str, inner))

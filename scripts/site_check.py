@@ -83,7 +83,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
 
 class Page(HTMLParser):
-    """Where a page's links lead, and the anchors that it has."""
+    """A page's links, and its anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def broken_links(site: Path) -> list[str]:
 
 
 def seen(site: Path) -> list[str]:
-    """What a browser finds wrong with the pages."""
+    """Return the problems that a browser finds in the pages."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("chromium is missing (on Debian: the package chromium)")

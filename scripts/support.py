@@ -1,4 +1,4 @@
-"""What scripts/matrix.sh asks and writes.
+"""Read and write the support table for scripts/matrix.sh.
 
 versions: what this Python has, in one line. contract: the plugin's answer to the installed
 DeepSpeed, with status 1 where it refuses. write FOLDER: docs/support.md from the results there and,

@@ -93,7 +93,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 }
 ARCHITECTURES = tuple(_KINDS)
 OFTEN = ("llama", "t5", "mixtral", "vit")
-"""Those that meet every policy in the fast tier; the others meet some."""
+"""Architectures that meet every policy in the fast tier; the others meet some."""
 
 
 def build(kind: str, layers: int = 4, **options: Any) -> nn.Module:

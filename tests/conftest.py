@@ -64,7 +64,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _living_children() -> list[str]:
-    """What still runs, by command line; killed on the way."""
+    """Return the command lines of processes that still run, and kill them."""
     left = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

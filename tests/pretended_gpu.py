@@ -284,7 +284,7 @@ class Gpu:
         self._of(_inner(tensor)).recorded.add(stream)
 
     def _of(self, tensor: Tensor, *, on_host: bool = False) -> _Memory:
-        """What is known of a plain tensor's storage."""
+        """Return the record of a plain tensor's storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         memory = self._memory.get(key)

@@ -124,7 +124,7 @@ def _no_space(*args: Any, **kwargs: Any) -> None:
 
 
 def _attach(engine: Any, section: dict[str, Any]) -> None:
-    """As `attach` does for an engine that began with this section."""
+    """Attach to an engine as if it had been made with this section."""
     before = ds_ckpt.session_of(engine)
     if before is not None:
         before.detach()
@@ -133,7 +133,7 @@ def _attach(engine: Any, section: dict[str, Any]) -> None:
 
 
 def refused_group(section: dict[str, Any]) -> tuple[str, int]:
-    """What a refused attach says, and how many process groups it leaves."""
+    """Return the error of a refused attach, and the number of process groups that it leaves."""
     fresh()
     engine = models.start("llama", models.zero3_config())
     groups = torch.distributed.distributed_c10d._world.pg_map

@@ -175,7 +175,7 @@ def _without_step(config: dict[str, Any], left_out: int) -> list[float]:
 
 
 def detach_restores(section: dict[str, Any]) -> dict[str, Any]:
-    """What differs in DeepSpeed's objects after attach and detach; empty lists are right."""
+    """Return differences in DeepSpeed's objects after attach and detach; empty lists are right."""
     import deepspeed
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import stage3
@@ -277,7 +277,7 @@ def topk_now() -> dict[str, Any]:
 
 
 def _held(session: Any) -> float:
-    """How much this process's residuals hold."""
+    """Return the sum of the magnitudes of this rank's residuals."""
     return sum(float(r.abs().sum()) for r in session.residuals.values())
 
 
@@ -293,7 +293,7 @@ def save_under(folder: str, section: dict[str, Any], tag: str, steps: int) -> fl
 
 
 def loads(folder: str, section: dict[str, Any]) -> dict[str, float]:
-    """What the residuals hold after loading in different ways, each into a run of its own."""
+    """Return the residuals' magnitude after each way to load, each into a new run."""
     held = {}
     ways: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "latest": ((folder,), {}),
@@ -334,7 +334,7 @@ def autocast_residual() -> dict[str, float]:
 
 
 def delivered_on_resume(folder: str, section: dict[str, Any]) -> tuple[float, float]:
-    """What the residuals hold after loading, and after one more step."""
+    """Return the residuals' magnitude after loading, and after one more step."""
     fresh()
     engine = models.start("llama", models.zero3_config(ds_ckpt=section))
     session = ds_ckpt.session_of(engine)

@@ -34,7 +34,7 @@ def _flip(folder: Path) -> None:
 
 
 def _nan(folder: Path) -> None:
-    """As a run that went wrong would have saved it: its digest is right."""
+    """Write NaN with a right digest, as a run with wrong values would have saved it."""
     path = _files(folder)[1]
     tensors, metadata = load_file(path), SealedFile(path).metadata
     next(t for t in tensors.values() if t.is_floating_point()).view(-1)[0] = torch.nan

@@ -48,7 +48,7 @@ def _digest(tensors: Any) -> str:
 
 
 def _done(engine: Any) -> dict[str, Any]:
-    """What training has come to in this process, and what ds_ckpt did for it."""
+    """Return this rank's results of training, and the counters of ds_ckpt."""
     session = ds_ckpt.session_of(engine)
     buffers = [b.reshape(-1) for b in engine.module.buffers() if b.numel()]
     offload = session.offload if session is not None else None
@@ -144,7 +144,7 @@ class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def _tell_accelerate() -> None:
-    """Of the other process: with DeepSpeed and no GPU it takes each for one alone."""
+    """Set accelerate's world size: with DeepSpeed and no GPU it assumes one rank."""
     from accelerate.state import PartialState
 
     state = PartialState()

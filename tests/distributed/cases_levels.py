@@ -34,7 +34,7 @@ def hosts(slots: list[int]) -> Iterator[None]:
 
 
 def run(slots: list[int], kind: str, section: dict[str, Any], steps: int, **options: Any) -> Any:
-    """As `cases_compression.run`, on such hosts."""
+    """Run `cases_compression.run` on such nodes."""
     with hosts(slots):
         return cases_compression.run(kind, section, steps, **options)
 

@@ -14,7 +14,7 @@ from tests.distributed.pool import fresh
 
 
 def short(folder: str, steps: int, *, leaks: bool) -> list[str]:
-    """What has grown in such a soak."""
+    """Return the quantities that have grown in a short soak."""
     fresh()
     held: list[Any] = []
     ended = threading.Event()

@@ -65,7 +65,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
 
 
 def validated(spec: dict[str, Any], files: list[str]) -> Any:
-    """What the launched processes of `validate-accuracy --processes` do: outcomes of the runs."""
+    """Return the outcomes of the runs that `validate-accuracy --processes` launches."""
     from unittest.mock import patch
 
     from ds_ckpt.lab.validate import experiment, processes

@@ -22,7 +22,7 @@ BLOCK = 1 + COUNTED_STEPS
 
 
 def config_of(section: dict[str, Any], *, persistence: int = 40, **options: Any) -> dict[str, Any]:
-    """Where biases and norms stay gathered."""
+    """Return a configuration in which biases and norms stay gathered."""
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **options})
     zero = config["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = persistence

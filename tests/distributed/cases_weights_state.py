@@ -232,7 +232,7 @@ def _saved_files(folder: str) -> str:
 
 
 def _going_on(engine: Any, split: int, steps: int) -> dict[str, Any]:
-    """What comes of an engine that has made `split` of `steps` steps."""
+    """Return the results of an engine that has made `split` of `steps` steps."""
     return {
         "evaluated": _evaluate(engine, "llama"),
         "losses": _train(engine, "llama", steps - split, split),
@@ -377,8 +377,8 @@ def moved(slots: list[int], section: dict[str, Any], folder: str) -> dict[str, A
 
 
 def _follows(engine: Any) -> Any:
-    """Where one parameter's kept part goes when DeepSpeed has moved its own: told by a stand-in, as
-    a test has no other device. The engine is of no use after it."""
+    """Return the device of one parameter's copy after DeepSpeed has moved its shard. A stand-in
+    replaces the second device. The engine is unusable afterwards."""
     param = next(engine.module.parameters())
     param.ds_tensor = SimpleNamespace(device="elsewhere")
     param.ds_secondary_tensor = SimpleNamespace(data=SimpleNamespace(to=lambda device: device))
@@ -456,7 +456,7 @@ def _inside(engine: Any) -> Any:
 
 
 def _ended(engine: Any, end: Callable[[], None]) -> dict[str, Any]:
-    """What is there after `end`, of what was there before it."""
+    """Return the objects that remain after `end`."""
     params = list(engine.module.parameters())
     kept = [weakref.ref(p.ds_secondary_tensor) for p in params]
     inside = _inside(engine)

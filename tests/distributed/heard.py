@@ -1,4 +1,4 @@
-"""What ds_ckpt's log says while a case runs."""
+"""Log lines that ds_ckpt prints while a case runs."""
 
 from __future__ import annotations
 

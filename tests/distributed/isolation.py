@@ -31,10 +31,10 @@ def own_network() -> None:
 
 
 def is_isolated() -> bool:
-    """Whether this process has a network of its own."""
+    """Return whether this process has its own network namespace."""
     return os.environ.get(_MARK) == "1"
 
 
 def loopback_sent_bytes() -> int:
-    """What the loopback of this process's network has sent so far."""
+    """Return the bytes that the loopback of this network namespace has sent so far."""
     return sent_bytes("lo")

@@ -228,7 +228,7 @@ def gradients(engine: Any) -> list[torch.Tensor]:
 
 
 def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether they are the same to the bit, and there are any."""
+    """Return whether the tensors are equal to the bit, and there are any."""
     return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 480.0
 """The first start on a machine compiles DeepSpeed's CPU operator."""
 _AFTER_AN_ERROR_S = 5.0
-"""How long the others may go on once one process has raised: they may wait for it for ever."""
+"""Seconds for other ranks to end after one has raised: they may wait for it forever."""
 _LOG_LINES = 80
 
 

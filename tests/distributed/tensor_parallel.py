@@ -69,7 +69,7 @@ def mpu_forgotten() -> Iterator[None]:
 
 
 class MegatronMpu:
-    """What Megatron's `mpu` answers.
+    """An `mpu` with Megatron's interface.
 
     Args:
         tensor: the tensor-parallel groups of the world.

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import cases_budget
 
 SHARES = [0.55, 0.8, 2.0]
-"""Of what no recompute holds."""
+"""Budgets, as shares of the memory without recomputation."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What people train with, compared bit by bit with the same run without ds_ckpt."""
+"""Common training libraries, compared bit by bit with the same run without ds_ckpt."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ SCRIPTS = sorted(p for p in EXAMPLES.glob("*.py") if p.stem != "corpus")
 
 
 def _run(script: str, folder: Path, *options: str) -> str:
-    """What two processes have said, started by the real `deepspeed`, which compiles operators where
-    no run before has."""
+    """Return the output of two ranks, started by the real `deepspeed`, which compiles operators if
+    no earlier run has."""
     return deepspeed(Loopback(2), [str(EXAMPLES / script), *options], folder, limit_s=500)
 
 
@@ -62,7 +62,7 @@ def test_others(script: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_unchanged_script_through_ds_ckpt(tmp_path: Path) -> None:
-    """That of two hosts, on one: `tests/hosts/test_training.py` starts the like over a hostfile."""
+    """The script of two nodes, on one node; `tests/hosts/test_training.py` uses a hostfile."""
     config = str(EXAMPLES / "two_hosts.json")
     argv = ["--module", "ds_ckpt.run", str(EXAMPLES / "two_hosts.py")]
     argv += ["--deepspeed_config", config, "--steps", "12"]

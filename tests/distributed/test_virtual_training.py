@@ -51,7 +51,7 @@ otherwise sends a step later, may be off by it."""
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As the pool's workers, so that matrix products add up in the same order."""
+    """Use one thread like the pool's workers, so that matmuls sum in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

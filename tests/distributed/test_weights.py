@@ -89,7 +89,7 @@ def test_two_models_divided_together_are_each_their_own(
 def test_weights_of_two_models_are_written_together(
     world2: Any, a: Any, b: Any, order: str, written: str
 ) -> None:
-    """As who moves a teacher does."""
+    """A program that moves a teacher's weights does this."""
     ours = world2.run(cases.gathered_together, ONE, {"a": a, "b": b}, order, written, timeout=90)
     plain = world2.run(cases.gathered_together, ONE, {"a": {}, "b": {}}, order, written)
     assert ours == plain

@@ -161,7 +161,7 @@ def test_what_the_user_writes_is_everywhere(
     section: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """As soon as it is with plain DeepSpeed, for each way that it has to write weights."""
+    """Plain DeepSpeed is the reference, for each of its ways to write weights."""
     pool = request.getfixturevalue(f"world{sum(slots)}")
     plain = pool.run(cases.written, slots, kind, {}, **options)
     ours = pool.run(cases.written, slots, kind, section, **options)

@@ -32,7 +32,7 @@ _COPIED += ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "SECURITY.md", "CITATI
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one fault; `by` is the first test that failed, or what went wrong."""
+    """Result of one fault; `by` is the first test that failed, or the reason of another verdict."""
 
     verdict: str
     by: str
@@ -113,7 +113,7 @@ class _Trees:
 
 
 def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
-    """Whether the tests fail in the tree, and the first that does."""
+    """Return whether the tests fail in the tree, and the first that does."""
     linted = tests[0] == "lint-imports"
     command = [str(Path(sys.executable).parent / "lint-imports")] if linted else _PYTEST + [*tests]
     path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -69,7 +69,7 @@ def sets_of(pid: int) -> list[Path]:
 
 
 def processes(host: Host) -> list[psutil.Process]:
-    """What runs in this host, without its sshd; nothing once the host is gone."""
+    """Return the processes of this node without its sshd; none if the node is gone."""
     own = namespace(host.pid)
     found: list[psutil.Process] = []
     for process in psutil.process_iter() if own else ():

@@ -41,8 +41,8 @@ with socket.create_connection((sys.argv[1], 5000)) as peer:
 
 
 def system_state() -> dict[str, object]:
-    """What hosts could leave behind on the machine; of namespaces those of this process's
-    descendants, since browsers and other tests make some, too. Orphans are descendants: see
+    """Return the state that nodes could leave on the machine. Only namespaces of this process's
+    descendants count, since browsers and other tests make some, too. Orphans are descendants: see
     `tests/conftest.py`."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
     queues = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What fails at a host ends in time, names the host and what to do, and leaves nothing running."""
+"""A fault on a node ends the run in time; the error names the node, and no process is left."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_emulate: 
 def _fails_in_mid_run(
     hosts: EmulatedHosts, folder: Path, fault: Callable[[], None]
 ) -> tuple[str, float]:
-    """What is said of a run in which `fault` happens after the first turn; seconds from it on."""
+    """Return the error of a run with `fault` after its first trial, and seconds since `fault`."""
     store = Store(folder)
     happened: list[float] = []
 

@@ -16,7 +16,7 @@ from ds_ckpt.lab.hosts.probe import Links, Pair
 
 SET_BYTES_PER_S = 200e6 / 8
 PAYLOAD = 1448 / 1514
-"""Of a full Ethernet frame with TCP's time stamps."""
+"""Payload share of a full Ethernet frame with TCP time stamps."""
 
 
 @pytest.mark.timeout(300)

@@ -26,7 +26,7 @@ PLUGIN: dict[str, Any] = {
 }
 RESIDENT = {"weights": {"resident": True}}
 Trained = list[dict[str, dict[str, Any]]]
-"""Of each process, what `train.py` has written: by configuration."""
+"""Results that `train.py` has written: by rank, then by configuration."""
 
 
 def _train(backend: Backend, folder: Path) -> Trained:

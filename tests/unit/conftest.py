@@ -1,4 +1,4 @@
-"""What tests of reports share."""
+"""Fixtures that tests of reports share."""
 
 from __future__ import annotations
 

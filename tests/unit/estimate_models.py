@@ -41,7 +41,7 @@ def fixed() -> tuple[nn.Module, torch.Tensor]:
 
 
 def needs_values() -> tuple[nn.Module, torch.Tensor]:
-    """What is run depends on a value of the data."""
+    """Build a model whose operators depend on a value of the data."""
 
     class Choosy(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def backward(model: nn.Module) -> Sequence[Tensor]:
 def results(
     model: nn.Module, step: Callable[[nn.Module], Sequence[Tensor | None]], steps: int = 3
 ) -> list[Tensor | None]:
-    """What `step` returns and the gradients, of several steps; at the end the model's state."""
+    """Return results and gradients of several steps, and the model's state at the end."""
     found: list[Tensor | None] = []
     for seed in range(steps):
         torch.manual_seed(seed)

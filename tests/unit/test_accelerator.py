@@ -1,5 +1,5 @@
-"""What an exchange asks of an accelerator, and what surroundings may not do to it. docs/gpu.md has
-the defects that each test is for; the accelerator is pretended."""
+"""Host waits, kernels and memory of an exchange, and its independence of global settings.
+docs/gpu.md has the defect of each test; the accelerator is pretended."""
 
 from __future__ import annotations
 

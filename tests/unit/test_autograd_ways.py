@@ -195,7 +195,7 @@ def test_a_cache_in_evaluation_mode_is_filled() -> None:
 
 @pytest.mark.parametrize("kind", ["block", "segments", "qkvo"])
 def test_a_copy_of_a_model_runs_its_own_weights(kind: Any) -> None:
-    """As for a moving average of the weights, or a reference model."""
+    """Copies are made for a moving average of the weights, or a reference model."""
     settings = (
         PolicySettings("selective", save_ops=("qkvo",)) if kind == "qkvo" else PolicySettings(kind)
     )

@@ -251,7 +251,7 @@ class Record:
 
 
 class Cache:
-    """As transformers' caches: a list of layers with keys and values."""
+    """A cache as in transformers: a list of layers with keys and values."""
 
     def __init__(self, value: Tensor) -> None:
         self.layers = [State(value)]
@@ -286,7 +286,7 @@ def test_a_block_that_replaces_the_tensors_of_an_object(state: str, kind: str) -
 
 @KINDS
 def test_keys_and_values_that_blocks_share(kind: str) -> None:
-    """As in Gemma: a block leaves keys and values for others in a dictionary."""
+    """Gemma's form: a block leaves keys and values for others in a dictionary."""
 
     class Shares(Block):
         def forward(self, x: Tensor, shared: Any, *_: Any) -> Tensor:

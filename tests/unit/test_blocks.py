@@ -54,7 +54,7 @@ def _modules(*names: str, **others: nn.Module) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """As Hugging Face has them: parameters of three dimensions, and no modules."""
+    """Experts as in Hugging Face: parameters of three dimensions, and no modules."""
 
     def __init__(self) -> None:
         super().__init__()

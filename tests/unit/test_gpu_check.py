@@ -1,4 +1,4 @@
-"""What is run on a GPU is rehearsed on the CPU: the quick checks, and what one does that fails."""
+"""Rehearse the GPU checks on the CPU: the quick ones, and one that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpointing must get right or refuse: state, shared and changed tensors, caches, modes."""
+"""Checkpointing computes right or refuses: state, shared and changed tensors, caches, modes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_prefix_in_the_cache_is_refused() -> None:
 
 
 class Tracker:
-    """As Megatron's: a named stream of its own, switched in for a region."""
+    """A random state tracker as in Megatron: a named stream, switched in for a region."""
 
     def __init__(self) -> None:
         self.states = {"model-parallel-rng": torch.Generator().manual_seed(7).get_state()}

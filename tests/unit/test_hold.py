@@ -180,7 +180,7 @@ def _largest(name: str, shape: torch.Size) -> Codec | None:
 def test_without_error_feedback_a_step_goes_as_one_gradient(
     hosts: int, local: int, micro_steps: int, largest: bool, scale: float
 ) -> None:
-    """What is delivered is what the sum of the micro-steps would deliver, in every step anew."""
+    """Each step delivers the same as an exchange of the sum of its micro-steps."""
     world, choose = hosts * local, _largest if largest else _whole
     given_ = World(world, choose, error_feedback=False, holds=True, local=local)
     at_once = World(world, choose, error_feedback=False, local=local)

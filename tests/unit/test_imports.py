@@ -1,4 +1,4 @@
-"""What importing costs, which way imports point, and which names are public."""
+"""Imports: their cost, their direction, and the public names."""
 
 from __future__ import annotations
 

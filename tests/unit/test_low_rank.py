@@ -66,8 +66,8 @@ def test_the_plan_has_the_bytes_that_a_host_sends(hosts: int, local: int) -> Non
 @quick
 @given(st.integers(2, 5), st.integers(0, 2**20))
 def test_rounded_factors_lose_nothing(size: int, seed: int) -> None:
-    """What a process sends in fewer bits than it computed stays in its residual, to the bit of the
-    sum: one step of rank 1, far from exact, on numbers that bf16 does not hold."""
+    """The rounding error of a rank's factors stays in its residual, so the sum is bit-equal: one
+    step of rank 1, far from exact, on numbers that bf16 does not hold."""
     generator = torch.Generator().manual_seed(seed)
     world = World(size, matrices(LowRank(1)))
     gradients = [[torch.randn(40, 30, generator=generator)] for _ in range(size)]
@@ -109,7 +109,7 @@ def test_warm_start_follows_a_gradient_that_stays(seed: int) -> None:
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_skipped_step_leaves_the_factors(overflows: bool) -> None:
-    """Whether this bucket made the step fail or another one; the next step is as without it."""
+    """This bucket overflowed or another one did; the next step is as without the skipped one."""
     plain, skipping = (World(2, matrices(LowRank(2))) for _ in range(2))
     first, skipped, after = ([[torch.randn(20, 30)] for _ in range(2)] for _ in range(3))
     for world in (plain, skipping):

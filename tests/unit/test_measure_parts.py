@@ -1,4 +1,4 @@
-"""Where the time of a step goes: spans, their parts, and the peak of activations."""
+"""Division of a step's time: spans, their parts, and the peak of activations."""
 
 from __future__ import annotations
 

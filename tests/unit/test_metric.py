@@ -32,7 +32,7 @@ def layout(world: int, members: tuple[int, ...] | None = None) -> LocalShard:
 
 
 def told(total: Tensor, *layouts: LocalShard) -> PreconditionerEstimate:
-    """What a process knows that was told of `total` by processes with these parts of it."""
+    """Return a rank's estimate after ranks with these shards have added `total`."""
     metric = PreconditionerEstimate(alone)
     metric.begin_step(0)
     for of in layouts or (layout(1),):

@@ -1,4 +1,4 @@
-"""What `selective` keeps: results that something writes over are computed again."""
+"""Results that `selective` keeps: if something writes over them, they are computed again."""
 
 from __future__ import annotations
 

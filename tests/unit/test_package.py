@@ -1,4 +1,4 @@
-"""What is published: one version, licences as they are installed, and a complete wheel."""
+"""The published package: one version, licences as installed, and a complete wheel."""
 
 from __future__ import annotations
 

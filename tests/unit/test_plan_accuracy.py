@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What imports a benchmark by name."""
+    """Return a function that imports a benchmark by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
@@ -89,7 +89,7 @@ def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulati
 
 
 def test_a_plan_of_70_billion_parameters_takes_less_than_10_seconds() -> None:
-    """Of this process's own time, whatever else the machine does; torch is imported."""
+    """The time is this process's own, independent of other load; torch is already imported."""
     start_s = time.process_time()
     cluster = "--cluster=16 nodes x 8 A100, 100 Gbit/s"
     found = CliRunner().invoke(app, ["plan", "llama-70b", cluster])

@@ -1,4 +1,4 @@
-"""What the survey says without memory is what `SavedActivations` and a FLOP counter measure."""
+"""The survey, which needs no memory, equals `SavedActivations` and a FLOP counter."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_byte_belongs_to_a_block_or_to_the_outside() -> None:
 
 
 class EndsInReLU(nn.Module):
-    """What its blocks return is saved by them, and by whatever comes next."""
+    """A model whose blocks' results are saved by them and by the next operator."""
 
     def __init__(self) -> None:
         super().__init__()

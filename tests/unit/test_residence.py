@@ -1,4 +1,4 @@
-"""Where weights are, by timed steps: one hook taken off and put on, for all processes alike."""
+"""Choice of weight placement by timed steps: one hook attached and detached, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CYCLE = 2 * BLOCK
 
 
 class Hook:
-    """What of the weights hook is used, and how often it was put on."""
+    """A weights hook with the parts that are used; `made` counts its attachments."""
 
     is_attached, device, layout, made = True, torch.device("cpu"), None, 0
     codec: Any = None
@@ -52,7 +52,7 @@ class Run:
         self.tuner._clock = lambda: self.now_s
 
     def steps(self, count: int, pause_s: float = 0.0) -> list[bool]:
-        """Where the weights were in each."""
+        """Return for each step whether the copy was in use."""
         places = []
         for _ in range(count):
             places.append(self.hook.is_attached)

@@ -95,7 +95,7 @@ class Processes:
             files.restore(state)
 
     def sums(self) -> dict[str, Tensor]:
-        """Of every entry over all processes, float64."""
+        """Return the sum of every entry over all ranks, in float64."""
         totals = {name: torch.zeros(n, dtype=torch.float64) for name, n in NUMELS.items()}
         for p, feedback in enumerate(self.feedbacks):
             for name, residual in feedback.state_dict().items():
@@ -228,7 +228,7 @@ Change = Callable[[dict[str, Tensor], dict[str, str]], None]
 
 
 def _sealed_anew(change: Change) -> Callable[[list[Path], Random], None]:
-    """What a program that writes such files would leave, had it written this."""
+    """Return damage by a program that writes the changed content with a valid checksum."""
 
     def damage(paths: list[Path], random: Random) -> None:
         path = random.choice(paths)

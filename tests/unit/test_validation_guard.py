@@ -1,4 +1,4 @@
-"""What guards go by: the two numbers, limits passed twice in a row, and what is kept of it."""
+"""Guards: the two compared numbers, limits exceeded twice in a row, and the saved state."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class _Param:
         self.data.copy_(torch.cat(parts))
 
     def all_gather_coalesced(self, params: list[_Param]) -> Any:
-        """Of a host with several processes: not called here."""
+        """Gather over a node with several ranks; not called here."""
 
 
 class _Host:
@@ -130,7 +130,7 @@ class _Host:
     def all_to_all_single(
         self, out: Tensor, given: Tensor, receive: Any, send: Any, group: Any, async_op: bool
     ) -> Any:
-        """As NCCL's: on a stream of its own, which the allocator knows of."""
+        """Exchange as NCCL does: on its own stream, which is recorded for the allocator."""
         self.all_to_all(out, given, receive, send)
         on_host = not hasattr(out, "inner")
         if on_host:
@@ -272,7 +272,7 @@ def test_masters_of_a_group_that_stays_on_the_accelerator_meet_those_on_the_host
 
 
 def _taken(held: Tensor, master: Tensor) -> Tensor:
-    """What a codec is given."""
+    """Return the master weights, as an uncompressed codec would."""
     assert held.device == master.device
     return master
 

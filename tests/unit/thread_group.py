@@ -30,7 +30,7 @@ class _Exchange:
 
 
 class _Gathered:
-    """What was gathered lands when somebody waits, and not before."""
+    """A gather whose result is written when somebody waits, and not before."""
 
     def __init__(self, parts: list[Tensor], joined: Tensor) -> None:
         self._parts: list[Tensor] | None = parts

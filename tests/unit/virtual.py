@@ -77,7 +77,7 @@ class World:
     def hold(
         self, names: Sequence[str], gradients: Sequence[Sequence[Tensor]], loss_scale: float = 1.0
     ) -> list[list[Tensor]]:
-        """As `reduce`, for a micro-step whose exchange is put off."""
+        """Accumulate a micro-step whose exchange is deferred; arguments as for `reduce`."""
 
         def work(p: int) -> list[Tensor]:
             return self.exchanges[p].accumulate(names, list(gradients[p]), loss_scale)
@@ -108,7 +108,7 @@ class World:
         return total
 
     def column(self, process: int, numel: int) -> LocalShard:
-        """What `process` exchanges of a tensor of `numel` entries."""
+        """Return the entries of a tensor of `numel` entries that `process` exchanges."""
         return LocalShard(ShardLayout(numel, self.world), self.columns[process % self.local])
 
 
