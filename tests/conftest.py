@@ -48,18 +48,18 @@ def pytest_configure() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return  # what a worker of xdist leaves behind becomes a child of the process above it
-    said = []
+    lines = []
     left = _living_children()
     if left:
-        said = ["processes were left behind (now killed):", *left]
+        lines = ["processes were left behind (now killed):", *left]
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     ran = session.testscollected and not session.config.option.collectonly
     if ran and reporter and os.environ.get("CI") == "true" and not reporter.stats.get("passed"):
-        said.append("no test has passed: with CI=true that is a failure")
+        lines.append("no test has passed: with CI=true that is a failure")
         session.exitstatus = session.exitstatus or pytest.ExitCode.NO_TESTS_COLLECTED
     if reporter:
-        for line in said:
+        for line in lines:
             reporter.write_line(line, red=True)
 
 

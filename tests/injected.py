@@ -41,13 +41,13 @@ def _with_section(config: Any) -> Any:
 def _inject(attached: Path) -> None:
     import ds_ckpt
 
-    stock = inspect.signature(deepspeed.initialize)
+    original = inspect.signature(deepspeed.initialize)
     ds_ckpt.install()
     ours = deepspeed.initialize
 
     @functools.wraps(ours)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        given = stock.bind(*args, **kwargs)
+        given = original.bind(*args, **kwargs)
         for name in ("config", "config_params"):
             if name in given.arguments:
                 given.arguments[name] = _with_section(given.arguments[name])

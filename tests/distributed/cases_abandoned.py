@@ -55,22 +55,22 @@ def tried_again(section: dict[str, Any], accumulation: int, **options: Any) -> d
     """The first micro-step of a step fails in backward and is done again; beside a run in which
     nothing fails."""
     options = {"gradient_accumulation_steps": accumulation, **options}
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("smooth", "interrupted"):
         fresh()
         engine = _engine(section, **options)
         losses = [_micro_step(engine, i) for i in range(2 * accumulation)]
         if name == "interrupted":
-            told["raised"] = _interrupt(engine, 2 * accumulation)
+            results["raised"] = _interrupt(engine, 2 * accumulation)
         losses += [_micro_step(engine, i) for i in range(2 * accumulation, 4 * accumulation)]
-        told[name] = _outcome(engine, losses)
+        results[name] = _outcome(engine, losses)
         engine.destroy()
-    return told
+    return results
 
 
 def failing_exchange(section: dict[str, Any], bucket: int) -> dict[str, Any]:
     """One bucket's exchange raises on every rank; then training goes on."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("smooth", "failing"):
         fresh()
         engine = _engine(section)
@@ -90,12 +90,12 @@ def failing_exchange(section: dict[str, Any], bucket: int) -> dict[str, Any]:
             try:
                 _micro_step(engine, 2)
             except ConnectionError as error:
-                told["message"] = str(error)
-            told["kept"] = before == _outcome(engine, [])
+                results["message"] = str(error)
+            results["kept"] = before == _outcome(engine, [])
         losses += [_micro_step(engine, i) for i in range(3, 6)]
-        told[name] = _outcome(engine, losses)
+        results[name] = _outcome(engine, losses)
         engine.destroy()
-    return told
+    return results
 
 
 def interrupted_save(folder: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def interrupted_save(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="t")
     session = ds_ckpt.session_of(engine)
     assert session is not None
-    told = {"steps": engine.global_steps, "residuals": len(session.residuals)}
+    results = {"steps": engine.global_steps, "residuals": len(session.residuals)}
     engine.destroy()
-    return told
+    return results
 
 
 def _no_space(*args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ def refused_group(section: dict[str, Any]) -> tuple[str, int]:
 
 def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, Any]:
     """Loads amid a step: its backward was interrupted, or its first micro-step brought a NaN."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("new", "amid"):
         fresh()
         engine = _engine(section, gradient_accumulation_steps=2)
@@ -161,7 +161,7 @@ def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, A
             for i in range(6):
                 _micro_step(engine, i)
             if what == "interrupted":
-                told["raised"] = _interrupt(engine, 6)
+                results["raised"] = _interrupt(engine, 6)
             else:
                 parameter = engine.module.model.norm.weight
                 handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
@@ -170,6 +170,6 @@ def loaded_after(folder: str, section: dict[str, Any], what: str) -> dict[str, A
             engine.load_checkpoint(folder)
             engine.micro_steps = 4  # DeepSpeed counts on from where it was
         losses = [_micro_step(engine, i) for i in range(4, 8)]
-        told[name] = _outcome(engine, losses) | {"skipped": engine.skipped_steps}
+        results[name] = _outcome(engine, losses) | {"skipped": engine.skipped_steps}
         engine.destroy()
-    return told
+    return results

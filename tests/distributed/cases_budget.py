@@ -11,7 +11,7 @@ import ds_ckpt
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once
 from tests.unit.offload_models import device_bytes
 
@@ -50,7 +50,7 @@ def _train(
     """One step for each length; process 1's sequences are longer by `uneven`."""
     section = {"activation": activation, "telemetry": telemetry or {}}
     engine._config._param_dict["ds_ckpt"] = section
-    with hearing() as heard:
+    with captured_log() as logged:
         session = ds_ckpt.attach(engine)
         dp_rank = torch.distributed.get_rank()
         gradients, held, offloaded = [], [], []
@@ -82,7 +82,7 @@ def _train(
         "none_bytes": plan.none_bytes if plan else 0,
         "needed": plan.needed_bytes if plan else 0,
         "resident": dict(plan.resident) if plan else {},
-        "lines": heard,
+        "lines": logged,
         "summary": summary,
         "left_hooks": len(engine.module._forward_pre_hooks) - hooks,
         "tokens": plan.tokens if plan else 0,

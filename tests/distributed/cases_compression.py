@@ -49,7 +49,7 @@ def conservation(
     lr 0 the weights never move, so both see the same gradients at every step.
     """
     delivered = _sums(kind, {"ds_ckpt": section}, steps, accumulation)
-    put_in = stock_sums(kind, {}, steps, accumulation)
+    put_in = default_sums(kind, {}, steps, accumulation)
     worst = 0.0
     for name, total in put_in["taken"].items():
         left = delivered["left"].get(name, torch.zeros_like(total))
@@ -85,7 +85,7 @@ def _sums(
     return {"taken": taken, "left": left}
 
 
-stock_sums = once(_sums)
+default_sums = once(_sums)
 
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
@@ -248,13 +248,13 @@ def identity_check(broken: tuple[int, ...]) -> str:
     from ds_ckpt.zero3 import compatibility
 
     fresh()
-    require, stock = compatibility.require, stage3.reduce_scatter_coalesced
+    require, original = compatibility.require, stage3.reduce_scatter_coalesced
     symbol = compatibility.SYMBOLS[0]
     changed = compatibility.Finding(symbol.path, "digest_changed", "source changed", "")
     compatibility.require = lambda symbols=None: [changed]
     if dist.get_rank() in broken:  # the sum, where the mean was meant
         stage3.reduce_scatter_coalesced = lambda tensors, group=None: [
-            part * dist.get_world_size(group) for part in stock(tensors, group)
+            part * dist.get_world_size(group) for part in original(tensors, group)
         ]
     try:
         engine = models.start("llama", models.zero3_config(ds_ckpt=topk_now()))
@@ -268,7 +268,7 @@ def identity_check(broken: tuple[int, ...]) -> str:
         session = ds_ckpt.session_of(engine)
         if session is not None:
             session.detach()
-        stage3.reduce_scatter_coalesced = stock
+        stage3.reduce_scatter_coalesced = original
 
 
 def topk_now() -> dict[str, Any]:

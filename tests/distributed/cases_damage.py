@@ -18,7 +18,7 @@ from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_resume import state_digest
 from tests.distributed.cases_weights import config_of
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh
 
 
@@ -70,7 +70,7 @@ def refused(folder: str, section: dict[str, Any]) -> dict[str, Any]:
 
     Beside it a run that tries no such load.
     """
-    told: dict[str, Any] = {"said": {}, "changed": []}
+    results: dict[str, Any] = {"messages": {}, "changed": []}
     for name in ("smooth", "ill"):
         fresh()
         with hosts([1, 1]):
@@ -82,27 +82,27 @@ def refused(folder: str, section: dict[str, Any]) -> dict[str, Any]:
             engine.save_checkpoint(folder, tag="bad", client_state={"mine": 1})
             models.train(engine, "llama", 1, first=3)
             if name == "ill":
-                _try_all(engine, Path(folder), told)
-            told[name] = models.train(engine, "llama", 2, first=4), _digest(engine)
+                _try_all(engine, Path(folder), results)
+            results[name] = models.train(engine, "llama", 2, first=4), _digest(engine)
             engine.load_checkpoint(folder, tag="good")
             loaded = _digest(engine)
-            told[f"{name} loaded"] = {k: loaded[k] == good[k] for k in ("optimizer", "state")}
+            results[f"{name} loaded"] = {k: loaded[k] == good[k] for k in ("optimizer", "state")}
             engine.destroy()
-    return told
+    return results
 
 
-def _try_all(engine: Any, top: Path, told: dict[str, Any]) -> None:
+def _try_all(engine: Any, top: Path, results: dict[str, Any]) -> None:
     before, whole = _digest(engine), top / "whole"
     _on_one(lambda: shutil.copytree(top / "bad", whole))
     for damage, act in DAMAGES.items():
         _on_one(lambda act=act: act(top / "bad"))  # type: ignore[misc]
-        told["said"][damage] = ""
+        results["messages"][damage] = ""
         try:
             engine.load_checkpoint(str(top), tag="bad")
         except ds_ckpt.StateError as error:
-            told["said"][damage] = str(error)
+            results["messages"][damage] = str(error)
         if _digest(engine) != before:
-            told["changed"].append(damage)
+            results["changed"].append(damage)
         _on_one(lambda: _restore(whole, top / "bad"))
 
 
@@ -128,8 +128,8 @@ def skipping(section: dict[str, Any], **options: Any) -> dict[str, Any]:
             handle = weight.register_hook(lambda grad: handle.remove() or grad * torch.nan)
 
     engine = models.start("llama", models.zero3_config(ds_ckpt=section, **options))
-    with hearing() as heard:
+    with captured_log() as logged:
         models.train(engine, "llama", 12, spoil=spoil)
     skipped = engine.skipped_steps
     engine.destroy()
-    return {"skipped": skipped, "said": [line for line in heard if "in a row" in line]}
+    return {"skipped": skipped, "messages": [line for line in logged if "in a row" in line]}

@@ -54,8 +54,8 @@ def trained(
             if step % 2:
                 engine.save_checkpoint(folder)
     except BaseException as error:
-        said = "".join(traceback.format_exception_only(error)).strip()
-        _note(Path(notes), f"said_{dist.get_rank()}", said=said)
+        message = "".join(traceback.format_exception_only(error)).strip()
+        _note(Path(notes), f"error_{dist.get_rank()}", message=message)
         os._exit(1)
     session = ds_ckpt.session_of(engine)
     result = {

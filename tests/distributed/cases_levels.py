@@ -61,7 +61,7 @@ def conservation(slots: list[int], section: dict[str, Any], steps: int, accumula
     """Law 3 over two levels: the worst gap between what went in and what came out or is owed."""
     with hosts(slots):
         ours, left, levels = _sums(section, steps, accumulation)
-    put_in = cases_compression.stock_sums("llama", {}, steps, accumulation)["taken"]
+    put_in = cases_compression.default_sums("llama", {}, steps, accumulation)["taken"]
     worst = 0.0
     for name, total in put_in.items():
         gap = (ours[name] + left.get(name, torch.zeros_like(total)) - total).abs().max().item()
@@ -69,7 +69,7 @@ def conservation(slots: list[int], section: dict[str, Any], steps: int, accumula
     return {
         "worst": worst,
         "levels": levels,
-        "owed": sum(t.abs().sum().item() for t in left.values()),
+        "unsent": sum(t.abs().sum().item() for t in left.values()),
     }
 
 

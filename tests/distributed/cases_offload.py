@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ckpt
 from tests import architectures
 from tests.distributed import models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once
 from tests.unit.offload_models import device_bytes, host_bytes
 
@@ -27,7 +27,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a tiny Hugging Face model: gradients, where boundaries were, the counters."""
     fresh()
-    with hearing() as heard:
+    with captured_log() as logged:
         model = architectures.build(kind)
         config = models.zero3_config(reuse=0, **sections)
         engine, *_ = ds_ckpt.initialize(
@@ -72,7 +72,7 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             "summary": session.summary if session else "",
         }
         engine.destroy()
-    return {**result, "lines": "\n".join(heard).splitlines()}
+    return {**result, "lines": "\n".join(logged).splitlines()}
 
 
 def _layer(module: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ import ds_ckpt
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import PartitionCounters, Purpose
 from tests.distributed import models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once
 from tests.distributed.tensor_parallel import (
     MegatronMpu,
@@ -71,7 +71,7 @@ def auto(
         twice: two forwards before a backward, and the second graph's backward twice.
     """
     fresh()
-    with hearing() as heard, auto_tp(size):
+    with captured_log() as logged, auto_tp(size):
         model = _build(kind, dropout)
         config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
         engine, *_ = ds_ckpt.initialize(
@@ -79,7 +79,7 @@ def auto(
         )
         try:
             trained = _train(engine, size, seeds, steps, twice)
-            return {**trained, "lines": "\n".join(heard).splitlines()}
+            return {**trained, "lines": "\n".join(logged).splitlines()}
         finally:
             engine.destroy()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.engine.gradients import residual_files
 from tests.distributed import models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh
 
 
@@ -77,18 +77,18 @@ def save(folder: str, section: dict[str, Any], steps: int, **options: Any) -> di
     models.train(engine, "llama", steps)
     engine.save_checkpoint(folder)
     weights = models.weights_digest(engine)
-    owed = _owed(engine)
+    unsent = _unsent(engine)
     engine.destroy()
-    return {"weights": weights, "owed": owed}
+    return {"weights": weights, "unsent": unsent}
 
 
-def _owed(engine: Any) -> dict[str, torch.Tensor]:
+def _unsent(engine: Any) -> dict[str, torch.Tensor]:
     """Residuals by name, summed over processes."""
-    owed = {}
+    unsent = {}
     for name, residual in sorted(ds_ckpt.session_of(engine).residuals.items()):
-        owed[name] = residual.double()
-        dist.all_reduce(owed[name])
-    return owed
+        unsent[name] = residual.double()
+        dist.all_reduce(unsent[name])
+    return unsent
 
 
 def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -97,24 +97,24 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
     session = ds_ckpt.session_of(engine)
     reader = residual_files(engine, section["compression"]["method"], session.exchange)
     reader.restore(reader.read(Path(folder)))
-    owed = _owed(engine)
+    unsent = _unsent(engine)
     engine.destroy()
-    return {"owed": owed}
+    return {"unsent": unsent}
 
 
 def load_universal(folder: str, section: dict[str, Any], again: str = "") -> dict[str, Any]:
     """Load a universal checkpoint; what there is then, what is said, and three losses. Where
     `again` names a folder, it is saved there as it was loaded."""
     engine = _engine(section, checkpoint={"load_universal": True})
-    with hearing() as heard:
+    with captured_log() as logged:
         models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
         engine.load_checkpoint(folder)
     if again:
         engine.save_checkpoint(again)
     result = {
         "weights": models.weights_digest(engine),
-        "owed": _owed(engine),
-        "said": heard,
+        "unsent": _unsent(engine),
+        "messages": logged,
         "steps": int(engine.global_steps),
         "losses": models.train(engine, "llama", 3, first=3),
     }

@@ -93,13 +93,13 @@ def refused(sections: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
     from deepspeed.runtime.zero import stage3
 
     fresh()
-    stock = stage3.reduce_scatter_coalesced
+    original = stage3.reduce_scatter_coalesced
     message = ""
     try:
         models.start(kind, models.zero3_config(**sections))
     except ds_ckpt.DsCkptError as error:
         message = str(error)
-    return {"message": message, "untouched": stage3.reduce_scatter_coalesced is stock}
+    return {"message": message, "untouched": stage3.reduce_scatter_coalesced is original}
 
 
 def inference(way: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh
 
 
@@ -38,7 +38,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
     log said; whether a checkpoint keeps it."""
     fresh()
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
-    with hearing() as heard:
+    with captured_log() as logged:
         engine = models.start("llama", config)
         session = ds_ckpt.session_of(engine)
         assert session is not None
@@ -49,7 +49,7 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
             back.append(session.exchange.step.is_disabled)
             last = session.exchange.guard.last
             seen.append(None if last is None else (last.error, last.residual_norm))
-        owed = sum(float(r.abs().sum()) for r in session.residuals.values())
+        unsent = sum(float(r.abs().sum()) for r in session.residuals.values())
         engine.save_checkpoint(folder, tag="mine")
         engine.destroy()
         fresh()
@@ -60,8 +60,8 @@ def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int 
         assert session.exchange.guard is not None
         resumed = session.exchange.step.is_disabled
         engine.destroy()
-    said = [line for line in heard if "guard: step" in line]
-    return {"back": back, "seen": seen, "said": said, "owed": owed, "kept": resumed}
+    warnings = [line for line in logged if "guard: step" in line]
+    return {"back": back, "seen": seen, "messages": warnings, "unsent": unsent, "kept": resumed}
 
 
 def validated(spec: dict[str, Any], files: list[str]) -> Any:

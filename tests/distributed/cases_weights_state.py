@@ -429,11 +429,11 @@ def set_up_that_fails(slots: list[int], section: dict[str, Any]) -> dict[str, An
             message = str(error)
         finally:
             WeightsHook.gather_anew = gather  # type: ignore[method-assign]
-        told = sum(p.ds_zero_param_process_group is not None for p in engine.module.parameters())
+        grouped = sum(p.ds_zero_param_process_group is not None for p in engine.module.parameters())
         groups = len(_GROUPS) - before
         losses = _train(engine, "llama", 1, 0)
         engine.destroy()
-    return {"message": message, "told": told, "groups": groups, "losses": losses}
+    return {"message": message, "grouped": grouped, "groups": groups, "losses": losses}
 
 
 def after_another(section: dict[str, Any]) -> list[str]:
@@ -466,5 +466,5 @@ def _ended(engine: Any, end: Callable[[], None]) -> dict[str, Any]:
     return {
         "tensors": sum(tensor() is not None for tensor in kept),
         "group": inside in _GROUPS,
-        "told": sum(p.ds_zero_param_process_group is not None for p in params),
+        "grouped": sum(p.ds_zero_param_process_group is not None for p in params),
     }

@@ -28,19 +28,19 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
     world2: Any, method: str, accumulation: int, options: dict[str, int]
 ) -> None:
-    for told in world2.run(cases.tried_again, SECTIONS[method], accumulation, **options):
-        assert told["raised"]
-        assert told["interrupted"] == told["smooth"]
+    for result in world2.run(cases.tried_again, SECTIONS[method], accumulation, **options):
+        assert result["raised"]
+        assert result["interrupted"] == result["smooth"]
 
 
 @pytest.mark.parametrize(("method", "bucket"), [("topk", 0), ("powersgd", 2)])
 def test_a_failed_exchange_raises_and_leaves_no_trace(
     world2: Any, method: str, bucket: int
 ) -> None:
-    for told in world2.run(cases.failing_exchange, SECTIONS[method], bucket):
-        assert told["message"] == "no link to host1"
-        assert told["kept"]
-        assert told["failing"] == told["smooth"]
+    for result in world2.run(cases.failing_exchange, SECTIONS[method], bucket):
+        assert result["message"] == "no link to host1"
+        assert result["kept"]
+        assert result["failing"] == result["smooth"]
 
 
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
@@ -48,18 +48,18 @@ def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
     world2: Any, tmp_path: Path, method: str, what: str
 ) -> None:
     section = SECTIONS[method]
-    for told in world2.run(cases.loaded_after, str(tmp_path), section, what):
-        assert told.get("raised", True)
-        assert told["new"]["skipped"] == 0
+    for result in world2.run(cases.loaded_after, str(tmp_path), section, what):
+        assert result.get("raised", True)
+        assert result["new"]["skipped"] == 0
         for key in ("losses", "weights", "state"):
-            assert told["amid"][key] == told["new"][key]
+            assert result["amid"][key] == result["new"][key]
 
 
 def test_an_interrupted_save_leaves_no_state_beside_an_earlier_saves_files(
     world2: Any, tmp_path: Path
 ) -> None:
-    for told in world2.run(cases.interrupted_save, str(tmp_path), SECTIONS["topk"]):
-        assert told == {"steps": 1, "residuals": 0}
+    for result in world2.run(cases.interrupted_save, str(tmp_path), SECTIONS["topk"]):
+        assert result == {"steps": 1, "residuals": 0}
 
 
 def test_a_refused_engine_leaves_no_process_group(world2: Any) -> None:

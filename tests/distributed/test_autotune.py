@@ -55,13 +55,13 @@ def test_monitors_and_the_step_log_get_the_records(world2: Any, tmp_path: Path) 
     text = " ".join(first["files"])
     for name in ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire"):
         assert name in text, first["files"]
-    for told in (first, other):
-        plan, *records = told["records"]
-        assert plan == json.loads(json.dumps({"plan": told["plan"]}))
-        assert {t["name"]: tuple(t["shape"]) for t in plan["plan"]} == told["parameters"]
+    for outcome in (first, other):
+        plan, *records = outcome["records"]
+        assert plan == json.loads(json.dumps({"plan": outcome["plan"]}))
+        assert {t["name"]: tuple(t["shape"]) for t in plan["plan"]} == outcome["parameters"]
         assert [record["step"] for record in records] == [2, 4]
         # one method; residuals are 0 at the own shard, so they are what is owed to others
         (norm,) = records[-1]["residual_norm"].values()
-        assert norm == pytest.approx(told["residuals"] / told["norm"], rel=1e-4)
+        assert norm == pytest.approx(outcome["residuals"] / outcome["norm"], rel=1e-4)
         assert all(0 < error < 1 for error in records[-1]["compression_error"].values())
     assert "4-bit values in blocks of 64" in first["summary"]

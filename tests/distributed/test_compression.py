@@ -39,9 +39,9 @@ def test_an_exchange_that_sends_everything_is_stock(
     request: pytest.FixtureRequest, world: str, kind: str, options: dict[str, Any]
 ) -> None:
     pool = request.getfixturevalue(world)
-    stock = pool.run(cases.run, kind, {}, 6, **options)
+    baseline = pool.run(cases.run, kind, {}, 6, **options)
     ours = pool.run(cases.run, kind, DENSE, 6, **options)
-    for expected, got in zip(stock, ours, strict=True):
+    for expected, got in zip(baseline, ours, strict=True):
         assert not expected["active"]
         assert got["active"]
         assert got["collectives"] > 0
@@ -53,10 +53,10 @@ def test_an_exchange_that_sends_everything_is_stock(
 
 
 def test_quantize_sends_four_bits_and_trains_like_stock(world2: Any) -> None:
-    stock = world2.run(cases.run, "llama", {}, 20, lr=3e-4)
+    baseline = world2.run(cases.run, "llama", {}, 20, lr=3e-4)
     dense = world2.run(cases.run, "llama", DENSE, 20, lr=3e-4)[0]
     ours = world2.run(cases.run, "llama", quantize_section(), 20, lr=3e-4)
-    for expected, got in zip(stock, ours, strict=True):
+    for expected, got in zip(baseline, ours, strict=True):
         assert got["collectives"] == dense["collectives"]
         # 32 bits against 4.25, with norms sent whole and headers: 7.2 in this small model
         assert 6 < dense["sent"] / got["sent"] < 7.6
@@ -66,10 +66,10 @@ def test_quantize_sends_four_bits_and_trains_like_stock(world2: Any) -> None:
 
 
 def test_warm_up_is_plain_deepspeed(world2: Any) -> None:
-    stock = world2.run(cases.run, "llama", {}, 4)
+    baseline = world2.run(cases.run, "llama", {}, 4)
     warm = world2.run(cases.run, "llama", topk_section(warmup_steps=4), 4)
     longer = world2.run(cases.run, "llama", topk_section(warmup_steps=4), 5)
-    for expected, got, other in zip(stock, warm, longer, strict=True):
+    for expected, got, other in zip(baseline, warm, longer, strict=True):
         assert expected["weights"] == got["weights"]
         assert not got["residuals"]
         assert other["residuals"]
@@ -123,8 +123,8 @@ def test_non_finite_passes_through(
     "section", [{**TOPK, "activation": {"policy": "block"}}, {"telemetry": {"enabled": True}}]
 )
 def test_detach_leaves_deepspeed_as_it_was_found(world2: Any, section: dict[str, Any]) -> None:
-    stock = world2.run(cases.run, "llama", {}, 3)
-    for process, plain in zip(world2.run(cases.detach_restores, section), stock, strict=True):
+    baseline = world2.run(cases.run, "llama", {}, 3)
+    for process, plain in zip(world2.run(cases.detach_restores, section), baseline, strict=True):
         assert process["changed"]
         assert process["left"] == []
         assert process["globals"]
@@ -146,8 +146,8 @@ def test_another_world_size_keeps_the_sum(
     section = topk_section(topk={"density": 0.05}, error_feedback={"dtype": dtype})
     for before, after, tag in ((world2, world4, "2"), (world4, world2, "4")):
         folder = tmp_path / tag
-        saved = before.run(cases_resume.save, str(folder), section, 3)[0]["owed"]
-        loaded = after.run(cases_resume.load, str(folder / "global_step3"), section)[0]["owed"]
+        saved = before.run(cases_resume.save, str(folder), section, 3)[0]["unsent"]
+        loaded = after.run(cases_resume.load, str(folder / "global_step3"), section)[0]["unsent"]
         assert saved.keys() == loaded.keys()
         for name, total in saved.items():
             assert (loaded[name] - total).abs().max() <= 1e-6 * total.abs().max() > 0
@@ -211,8 +211,8 @@ def test_one_exchange_an_accumulated_step(world2: Any) -> None:
     )
     assert each["collectives"] == 4 * once["collectives"]
     assert each["sent"] == pytest.approx(4 * once["sent"], rel=0.02)
-    stock = world2.run(cases.run, "llama", {}, 3, accumulation=4)[0]
-    gaps = [abs(a - b) for a, b in zip(stock["losses"], once["losses"], strict=True)]
+    baseline = world2.run(cases.run, "llama", {}, 3, accumulation=4)[0]
+    gaps = [abs(a - b) for a, b in zip(baseline["losses"], once["losses"], strict=True)]
     assert max(gaps[:4]) == 0
     assert 0 < max(gaps) < 0.1
 

@@ -33,8 +33,8 @@ def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(
         assert process["changed"] == []
         assert process["smooth"] == process["ill"]
         assert process["ill loaded"] == {"optimizer": True, "state": True}
-        assert len(process["said"]) == len(FOUND)
-        for damage, words in process["said"].items():
+        assert len(process["messages"]) == len(FOUND)
+        for damage, words in process["messages"].items():
             assert FOUND[damage] in words, damage
             assert "ds_ckpt_residuals_0000" in words
 
@@ -57,5 +57,5 @@ def test_a_run_that_skips_every_step_says_so_once(
 ) -> None:
     one, other = world2.run(on, [2], cases.skipping, section, **options)
     assert one["skipped"] == other["skipped"] == 12
-    assert len(one["said"]) == warns
-    assert other["said"] == []
+    assert len(one["messages"]) == warns
+    assert other["messages"] == []

@@ -24,9 +24,9 @@ def _run(script: str, folder: Path, *options: str) -> str:
     return deepspeed(Loopback(2), [str(EXAMPLES / script), *options], folder, limit_s=500)
 
 
-def _losses(said: str) -> list[float]:
-    found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
-    assert found, said
+def _losses(output: str) -> list[float]:
+    found = [float(x) for x in re.findall(r"loss (\d+\.\d+)", output)]
+    assert found, output
     assert all(map(math.isfinite, found))
     return found
 
@@ -41,8 +41,8 @@ def test_it_is_short_and_valid_and_says_how_it_is_run(script: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_plain_script(tmp_path: Path) -> None:
-    said = _run("train.py", tmp_path, "--steps", "12")
-    losses = _losses(said)
+    output = _run("train.py", tmp_path, "--steps", "12")
+    losses = _losses(output)
     assert losses[-1] < losses[0]
 
 
@@ -50,12 +50,12 @@ def test_a_plain_script(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("script", ["lora.py", "trainer.py"])
 def test_others(script: str, tmp_path: Path) -> None:
-    said = _run(script, tmp_path, "--steps", "12")
+    output = _run(script, tmp_path, "--steps", "12")
     if script == "lora.py":
-        assert _losses(said)[-1] < 6
-        assert "parameters are trained" in said
+        assert _losses(output)[-1] < 6
+        assert "parameters are trained" in output
     else:
-        (loss,) = (float(x) for x in re.findall(r"mean loss of 12 steps: (\d+\.\d+)", said))
+        (loss,) = (float(x) for x in re.findall(r"mean loss of 12 steps: (\d+\.\d+)", output))
         assert 0 < loss < 2
 
 
@@ -66,7 +66,7 @@ def test_an_unchanged_script_through_ds_ckpt(tmp_path: Path) -> None:
     config = str(EXAMPLES / "two_hosts.json")
     argv = ["--module", "ds_ckpt.run", str(EXAMPLES / "two_hosts.py")]
     argv += ["--deepspeed_config", config, "--steps", "12"]
-    said = deepspeed(Loopback(2), argv, tmp_path)
-    losses = _losses(said)
+    output = deepspeed(Loopback(2), argv, tmp_path)
+    losses = _losses(output)
     assert losses[-1] < losses[0]
-    assert "processes on:" in said
+    assert "processes on:" in output

@@ -39,10 +39,10 @@ def test_all_end_in_time_and_go_on_from_the_last_save(
     with contextlib.suppress(PoolError):
         own.run(trained, *arguments, fault, WAIT_S, timeout=240)
     own.stop()
-    told = {path.stem: json.loads(path.read_text()) for path in notes.iterdir()}
-    happened = told.pop("happened")
-    (said,) = told.values()
-    assert 0 < said["time_s"] - happened["time_s"] < ends_s
+    records = {path.stem: json.loads(path.read_text()) for path in notes.iterdir()}
+    happened = records.pop("happened")
+    (record,) = records.values()
+    assert 0 < record["time_s"] - happened["time_s"] < ends_s
     for process, whole in zip(world2.run(trained, *arguments), expected, strict=True):
         began = process["began"]
         assert 0 <= AT - began <= 2

@@ -25,14 +25,14 @@ SECTIONS = {
 def test_nothing_is_lost(world4: Any, section: str, accumulation: int) -> None:
     for process in world4.run(cases.conservation, TWO, SECTIONS[section], 3, accumulation):
         assert process["levels"] == 2
-        assert process["owed"] > 0
+        assert process["unsent"] > 0
         assert process["worst"] < 3e-5
 
 
 def test_dense_over_two_levels_trains_like_stock(world4: Any) -> None:
-    stock = world4.run(cases.run, [4], "llama", {}, 4)
+    baseline = world4.run(cases.run, [4], "llama", {}, 4)
     ours = world4.run(cases.run, TWO, "llama", {"compression": {"method": "dense"}}, 4)
-    for expected, got in zip(stock, ours, strict=True):
+    for expected, got in zip(baseline, ours, strict=True):
         assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
 
 

@@ -64,9 +64,9 @@ def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
         )
         assert gathered == expected > 0
     assert (rows["none/stock"].peak_bytes or 0) > 1.5 * (rows["block/stock"].peak_bytes or 0) > 0
-    stock, dense, topk = (rows[f"none/{m}"].purpose_bytes["reduce"] for m in METHODS)
-    assert dense == pytest.approx(stock / 2, rel=0.02)
-    assert 0 < 10 * topk < stock
+    baseline, dense, topk = (rows[f"none/{m}"].purpose_bytes["reduce"] for m in METHODS)
+    assert dense == pytest.approx(baseline / 2, rel=0.02)
+    assert 0 < 10 * topk < baseline
     assert "<svg" in (folder / "report.html").read_text()
     for process in psutil.process_iter(["cmdline"]):
         assert str(folder) not in " ".join(process.info["cmdline"] or [])

@@ -117,9 +117,9 @@ def test_a_megatron_style_mpu(
 def test_groups_that_hold_other_tensors_are_refused(
     world2: Any, how: str, words: list[str]
 ) -> None:
-    told = world2.run(cases.refused, how)
-    assert len(told) == 2
-    for text in told:
+    messages = world2.run(cases.refused, how)
+    assert len(messages) == 2
+    for text in messages:
         assert "partition_activations" in text
         assert [word for word in words if word not in text] == []
 
@@ -130,7 +130,7 @@ def test_groups_that_hold_other_tensors_are_refused(
 def test_data_parallel_processes_in_disguise_are_found(
     request: pytest.FixtureRequest, world: str, what: str
 ) -> None:
-    told = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
-    for text in told:
+    messages = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
+    for text in messages:
         assert "checkpointed inputs cannot be split over this group" in text
         assert "on some of the ranks 0, 1" in text

@@ -95,10 +95,10 @@ def test_resume_is_bit_exact(
 def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
     """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
     given = {"lr": 3e-4, **OPTIONS[options]}
-    stock = world2.run(on, [2], cases_compression.run, "llama", {}, 12, **given)
+    baseline = world2.run(on, [2], cases_compression.run, "llama", {}, 12, **given)
     section = quantize_section(quantize={"bits": 8})
     ours = world2.run(on, [2], cases_compression.run, "llama", section, 12, **given)
-    for expected, got in zip(stock, ours, strict=True):
+    for expected, got in zip(baseline, ours, strict=True):
         assert got["residuals"]
         assert got["skipped"] == expected["skipped"] == 0
         gaps = [abs(a - b) for a, b in zip(expected["losses"], got["losses"], strict=True)]

@@ -54,13 +54,13 @@ def test_universal_checkpoints_work_with_compression_on(
         assert all(loss == loss for loss in process["losses"])
     words = "holds no residuals; they start at 0"
     for process in without:
-        assert process["owed"] == {}
-        assert sum(words in line for line in process["said"]) == 1
+        assert process["unsent"] == {}
+        assert sum(words in line for line in process["messages"]) == 1
     for process in (*more, *fewer):
-        assert not any(words in line for line in process["said"])
-        assert process["owed"].keys() == saved[0]["owed"].keys()
-        for name, total in saved[0]["owed"].items():
+        assert not any(words in line for line in process["messages"])
+        assert process["unsent"].keys() == saved[0]["unsent"].keys()
+        for name, total in saved[0]["unsent"].items():
             assert total.abs().max() > 0
-            gap = (process["owed"][name] - total).abs().max()
+            gap = (process["unsent"][name] - total).abs().max()
             assert gap <= 1e-6 * total.abs().max()
     assert [p["weights"] for p in without] == [p["weights"] for p in saved]

@@ -17,9 +17,9 @@ BOTH = {"ds_ckpt": {"activation": {"policy": "block"}, **topk_section(topk={"den
 @pytest.mark.parametrize("sections", [SECTION, OURS], ids=["deepspeed-section", "our-section"])
 def test_activation_bytes_fall_and_gradients_stay(world2: Any, sections: dict[str, Any]) -> None:
     plain = world2.run(cases.held_bytes, "llama", {})
-    stock = world2.run(cases.held_bytes, "llama", sections, False)
+    baseline = world2.run(cases.held_bytes, "llama", sections, False)
     ours = world2.run(cases.held_bytes, "llama", sections)
-    for without, deepspeed_alone, with_us in zip(plain, stock, ours, strict=True):
+    for without, deepspeed_alone, with_us in zip(plain, baseline, ours, strict=True):
         assert deepspeed_alone["held"] == without["held"]
         assert with_us["held"] < without["held"] / 2
         assert equal(without["gradients"], with_us["gradients"])
@@ -39,8 +39,8 @@ def test_all_ways_in_end_in_the_same_session(world2: Any) -> None:
 
 @pytest.mark.parametrize("way", ["initialize", "install"])
 def test_without_our_sections_it_is_plain_deepspeed(world2: Any, way: str) -> None:
-    stock = world2.run(cases.ways_in, "stock", {})
-    for plain, result in zip(stock, world2.run(cases.ways_in, way, {}), strict=True):
+    baseline = world2.run(cases.ways_in, "stock", {})
+    for plain, result in zip(baseline, world2.run(cases.ways_in, way, {}), strict=True):
         assert result["session"] is None
         assert result["losses"] == plain["losses"]
 

@@ -67,10 +67,10 @@ def test_launched_ranks_write_the_results(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     candidates = read_candidates(files(Path(), ["offload"]), "processes")
     plan = Plan(open_task(SPEC), candidates, range(1), "processes")
-    told: list[tuple[str, int]] = []
+    logged: list[tuple[str, int]] = []
     results = Path("results.jsonl")
-    run_processes(plan, results, Path("out"), lambda name, done, _loss: told.append((name, done)))
-    assert told == [("seed 0, dense", 8), ("seed 0, offload", 8)]
+    run_processes(plan, results, Path("out"), lambda name, done, _loss: logged.append((name, done)))
+    assert logged == [("seed 0, dense", 8), ("seed 0, offload", 8)]
     found = read_results(results)
     dense, ours = (found[plan.key(one, 0)].outcome for one in (experiment.DENSE, *candidates))
     assert ours.digest == dense.digest
@@ -89,12 +89,12 @@ def test_falling_back_happens_everywhere_in_the_same_step(
     # looked at in steps 2 and 4, both past the limit
     assert first["back"] == second["back"] == [False] * 3 + [True] * 5
     assert first["seen"] == second["seen"]
-    assert first["owed"] == second["owed"] == 0
+    assert first["unsent"] == second["unsent"] == 0
     assert first["kept"]
     assert second["kept"]
-    assert len(first["said"]) == 1
-    assert "step 4" in first["said"][0]
-    assert second["said"] == []
+    assert len(first["messages"]) == 1
+    assert "step 4" in first["messages"][0]
+    assert second["messages"] == []
 
 
 def test_falling_back_loses_nothing(world2: Any) -> None:

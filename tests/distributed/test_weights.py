@@ -36,9 +36,9 @@ def test_weights_are_where_they_make_steps_shorter(
     plain = world.run(cases.placed, slots, {}, "", 0.0)
     ours = world.run(cases.placed, slots, section, str(tmp_path), resident_s, hpz)
     resident = resident_s < 1
-    for process, stock in zip(ours, plain, strict=True):
-        assert process["losses"] == stock["losses"]
-        assert process["weights"] == stock["weights"]
+    for process, baseline in zip(ours, plain, strict=True):
+        assert process["losses"] == baseline["losses"]
+        assert process["weights"] == baseline["weights"]
         block = 1 + COUNTED_STEPS
         assert process["places"] == [True] * block + [False] * block + [resident] * 2
         assert process["choice"] == ("uncompressed" if resident else "deepspeed")

@@ -58,11 +58,11 @@ def test_after_every_step_all_hosts_hold_what_the_owners_have(
     pool, steps = request.getfixturevalue(f"world{sum(slots)}"), 5
     plain = pool.run(cases.laws, slots, kind, _without(section), steps, **options)
     ours = pool.run(cases.laws, slots, kind, section, steps, **options)
-    for process, stock in zip(ours, plain, strict=True):
-        _same(process, stock, "losses", "evaluated", "weights", "skipped")
+    for process, baseline in zip(ours, plain, strict=True):
+        _same(process, baseline, "losses", "evaluated", "weights", "skipped")
         assert process["stale"] == []
         assert process["crossing"][1:] == [0] * (steps - 1)
-        assert sum(stock["crossing"][1:]) >= steps - 1
+        assert sum(baseline["crossing"][1:]) >= steps - 1
         assert [bool(b) for b in process["gathered"]] == [slots == TWO] * steps
         assert "resident on each of 2 nodes" in process["summary"]
         # a step that is skipped sends nothing and changes nothing
@@ -97,8 +97,8 @@ def test_weights_that_torch_autocast_rounds(
     options = {**FP32, **autocast, "persistence": persistence}
     plain = pool.run(cases.laws, slots, kind, {}, 4, **options)
     ours = pool.run(cases.laws, slots, kind, WHOLE, 4, **options)
-    for process, stock in zip(ours, plain, strict=True):
-        _same(process, stock, "losses", "evaluated", "weights")
+    for process, baseline in zip(ours, plain, strict=True):
+        _same(process, baseline, "losses", "evaluated", "weights")
 
 
 def test_codecs_are_compared_by_step_time(world2: Any) -> None:
@@ -106,8 +106,8 @@ def test_codecs_are_compared_by_step_time(world2: Any) -> None:
     steps = 2 * (1 + COUNTED_STEPS) + 2
     plain = world2.run(cases.laws, ONE, "llama", {}, steps)
     ours = world2.run(cases.laws, ONE, "llama", {"weights": {"resident": True}}, steps)
-    for process, stock in zip(ours, plain, strict=True):
-        _same(process, stock, "losses", "evaluated", "weights")
+    for process, baseline in zip(ours, plain, strict=True):
+        _same(process, baseline, "losses", "evaluated", "weights")
         assert "changes sent lossless or uncompressed" in process["summary"]
         assert process["choice"] in ("uncompressed", None), "no link is slow here"
 
@@ -118,8 +118,8 @@ def test_two_hundred_steps_are_those_of_deepspeed(world2: Any) -> None:
     section = {"weights": {"resident": True}}
     plain = world2.run(cases.laws, ONE, "llama", {}, 203, accumulation=2, timeout=400)
     ours = world2.run(cases.laws, ONE, "llama", section, 203, accumulation=2, timeout=400)
-    for process, stock in zip(ours, plain, strict=True):
-        _same(process, stock, "losses", "evaluated", "weights")
+    for process, baseline in zip(ours, plain, strict=True):
+        _same(process, baseline, "losses", "evaluated", "weights")
         assert process["stale"] == []
 
 
@@ -165,8 +165,8 @@ def test_what_the_user_writes_is_everywhere(
     pool = request.getfixturevalue(f"world{sum(slots)}")
     plain = pool.run(cases.written, slots, kind, {}, **options)
     ours = pool.run(cases.written, slots, kind, section, **options)
-    for process, stock in zip(ours, plain, strict=True):
-        assert process == stock
+    for process, baseline in zip(ours, plain, strict=True):
+        assert process == baseline
         assert process["stale"] == []
         assert process["evaluated"] != process["before"]
 
@@ -181,10 +181,10 @@ def test_a_checkpoint_goes_into_any_run(world2: Any, world4: Any, tmp_path: Path
     ours = world2.run(cases.straight, ONE, LOSSLESS, str(tmp_path / "ours"), 2, 4)
     assert ours == plain
     for section, saved in ((LOSSLESS, "ours"), (LOSSLESS, "plain"), ({}, "ours")):
-        for process, stock in zip(
+        for process, baseline in zip(
             world2.run(cases.resumed, ONE, section, str(tmp_path / saved), 2, 4), plain, strict=True
         ):
-            _same(process, stock, *OUTCOME)
+            _same(process, baseline, *OUTCOME)
             assert process["stale"] == []
     four = world4.run(cases.straight, TWO, LOSSLESS, str(tmp_path / "four"), 2, 4)
     for process, expected in zip(
@@ -215,30 +215,30 @@ def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
 def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any, tmp_path: Path) -> None:
     plain = world2.run(cases.moved, ONE, {}, str(tmp_path / "plain"))
     lossless = world2.run(cases.moved, ONE, LOSSLESS, str(tmp_path / "lossless"))
-    for process, stock in zip(lossless, plain, strict=True):
-        _same(process, stock, "losses", "weights")
+    for process, baseline in zip(lossless, plain, strict=True):
+        _same(process, baseline, "losses", "weights")
         assert process["stale"] == []
         assert process["followed"] == "elsewhere"
 
 
 def test_nothing_is_left_behind(world2: Any) -> None:
     plain = world2.run(cases.laws, ONE, "llama", {}, 5)
-    for process, stock in zip(world2.run(cases.left, ONE, LOSSLESS), plain, strict=True):
-        assert process["losses"] == stock["losses"][:4]
-        assert process["weights"] == stock["weights"][3]
+    for process, baseline in zip(world2.run(cases.left, ONE, LOSSLESS), plain, strict=True):
+        assert process["losses"] == baseline["losses"][:4]
+        assert process["weights"] == baseline["weights"][3]
         assert process["stale"] == []
-        assert process["ends"] == [{"tensors": 0, "group": False, "told": 0}] * 2
+        assert process["ends"] == [{"tensors": 0, "group": False, "grouped": 0}] * 2
         assert not process["replaced"]
 
 
 def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:
     plain = world2.run(cases.laws, ONE, "llama", {}, 5)
     results = world2.run(cases.set_up_that_fails, ONE, LOSSLESS)
-    for process, stock in zip(results, plain, strict=True):
+    for process, baseline in zip(results, plain, strict=True):
         assert process["message"] == "out of memory"
-        assert process["told"] == 0
+        assert process["grouped"] == 0
         assert process["groups"] == 0
-        assert process["losses"] == stock["losses"][:1]
+        assert process["losses"] == baseline["losses"][:1]
 
 
 def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> None:

@@ -69,10 +69,10 @@ def test_hosts_are_apart_and_reach_each_other_over_pdsh(
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
     before = _counted(second, 0)
-    said = run(two_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=30)
+    output = run(two_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=30)
     for host in two_hosts.hosts:
-        assert f"{host.name}: {host.name}" in said
-        assert f"inet {host.address}/24" in said
+        assert f"{host.name}: {host.name}" in output
+        assert f"inet {host.address}/24" in output
     assert _counted(second, 0) > before + 1000
     assert processes(first) == processes(second) == []
 
@@ -120,9 +120,9 @@ def test_nothing_is_left_after_the_maker_is_killed_and_down_has_run(can_emulate:
         os.kill(maker.pid, signal.SIGKILL)
         maker.wait()
         down = [sys.executable, "-m", "ds_ckpt.cli", "hosts", "down"]
-        said = subprocess.run(down, capture_output=True, text=True, check=True).stdout
-        assert f"taken down: {found.name}\n" in said
-        assert alive.folder.name in said.partition("left alone")[2]
+        output = subprocess.run(down, capture_output=True, text=True, check=True).stdout
+        assert f"taken down: {found.name}\n" in output
+        assert alive.folder.name in output.partition("left alone")[2]
         assert not found.exists()
         assert alive.hosts[0].pid in psutil.pids()
     _becomes(before)

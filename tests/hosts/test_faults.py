@@ -132,12 +132,12 @@ def _fails_in_mid_run(
 @pytest.mark.timeout(400)
 def test_a_host_that_vanishes_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path: Path) -> None:
     pid = leaves_nothing.hosts[1].pid
-    said, took_s = _fails_in_mid_run(
+    output, took_s = _fails_in_mid_run(
         leaves_nothing, tmp_path / "run", lambda: os.kill(pid, signal.SIGKILL)
     )
     assert took_s < BOUND_S
-    assert "host1: found no answer: the node has ended" in said
-    assert "fix: check the machine and its link" in said
+    assert "host1: found no answer: the node has ended" in output
+    assert "fix: check the machine and its link" in output
     assert not any(processes(host) for host in leaves_nothing.hosts)
 
 
@@ -145,10 +145,10 @@ def test_a_host_that_vanishes_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path
 @pytest.mark.timeout(400)
 def test_a_link_that_goes_down_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path: Path) -> None:
     hosts = leaves_nothing
-    said, took_s = _fails_in_mid_run(
+    output, took_s = _fails_in_mid_run(
         hosts, tmp_path / "run", lambda: _inside(1, hosts, "ip", "link", "set", INTERFACE, "down")
     )
     assert took_s < BOUND_S
-    assert "host1: found no answer" in said
-    assert "continues the run" in said
+    assert "host1: found no answer" in output
+    assert "continues the run" in output
     assert not any(processes(host) for host in hosts.hosts)

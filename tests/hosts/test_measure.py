@@ -46,8 +46,8 @@ def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run from end to end."""
     folder = tmp_path_factory.mktemp("measure") / "run"
     process = start([f"--output={folder}", "--rates=200mbit,unlimited", *LARGER])
-    said = process.communicate(timeout=700)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=700)[0]
+    assert process.returncode == 0, output
     return folder
 
 
@@ -67,9 +67,9 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     Store(folder).truncate_partial()
     before = (folder / "samples.jsonl").read_bytes()
     process = start(arguments)
-    said = process.communicate(timeout=700)[0]
-    assert process.returncode == 0, said
-    assert "Continuing" in said
+    output = process.communicate(timeout=700)[0]
+    assert process.returncode == 0, output
+    assert "Continuing" in output
     content = (folder / "samples.jsonl").read_bytes()
     assert content.startswith(before), "what was measured before the kill is kept"
     keys = [json.loads(line) for line in content.splitlines()]
@@ -137,17 +137,17 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(
     options = [f"--output={folder}", "--rates=unlimited", *LARGER, "--bf16", "--accumulation=2"]
     options += ["--policies=none", "--methods=", "--weights=whole,lossless", "--baselines=zero2"]
     process = start([*options])
-    said = process.communicate(timeout=280)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, output
     found = {t.configuration: t for t in trials(folder)}
     parameters = count_parameters(build_model(Spec.load(folder)))
     where = ("", "/whole", "/lossless")
     names = {f"none/{method}{w}" for method in ("stock", "dense", "no_comm") for w in where}
     assert set(found) == {*names, "none/stock/zero2"}
     for method in ("stock", "dense", "no_comm"):
-        stock, whole, lossless = (max(found[f"none/{method}{w}"].link_bytes) for w in where)
+        baseline, whole, lossless = (max(found[f"none/{method}{w}"].link_bytes) for w in where)
         assert lossless < 0.95 * whole
-        assert whole < 0.7 * stock
+        assert whole < 0.7 * baseline
     # of a process, half of 2 bytes a parameter: each time that it is gathered, or sent whole
     for name, gathers, changes in (
         ("none/dense", 4, 0),

@@ -60,17 +60,17 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(
     both = _train(two_hosts, tmp_path / "both")
     assert not any(processes(host) for host in two_hosts.hosts)
     for process, same in zip(both, alone, strict=True):
-        stock, plugin = process["stock"], process["plugin"]
-        assert len(stock["losses"]) == len(plugin["losses"]) == STEPS + 1
-        assert stock["losses"][0] == plugin["losses"][0]  # the first forward is before any step
-        assert stock["losses"] != plugin["losses"]
-        assert plugin["sent_bytes"] < 0.6 * stock["sent_bytes"]
+        baseline, plugin = process["stock"], process["plugin"]
+        assert len(baseline["losses"]) == len(plugin["losses"]) == STEPS + 1
+        assert baseline["losses"][0] == plugin["losses"][0]  # the first forward is before any step
+        assert baseline["losses"] != plugin["losses"]
+        assert plugin["sent_bytes"] < 0.6 * baseline["sent_bytes"]
         # of two gathers a step one message is left, and an evaluation sends nothing
-        resident, gather = process["resident"], stock["evaluation_bytes"]
-        assert resident["losses"] == stock["losses"]
+        resident, gather = process["resident"], baseline["evaluation_bytes"]
+        assert resident["losses"] == baseline["losses"]
         assert gather > 1_000_000
         assert resident["evaluation_bytes"] < 0.01 * gather
-        assert resident["sent_bytes"] < stock["sent_bytes"] - 0.9 * STEPS * gather
+        assert resident["sent_bytes"] < baseline["sent_bytes"] - 0.9 * STEPS * gather
         for name, trained in process.items():
             assert trained["losses"] == same[name]["losses"]
 

@@ -188,33 +188,33 @@ def check_law_3(
     world = World(case.world, matrices(codec), local=case.local)
     # a factorization rounds by the matrix's norm, not by its entries
     roundings = 4 if not isinstance(codec, LowRank) else 4 * 40
-    owed = {name: torch.zeros(math.prod(s), dtype=torch.float64) for name, s in _matrices(case)}
+    unsent = {name: torch.zeros(math.prod(s), dtype=torch.float64) for name, s in _matrices(case)}
     format_ = torch.finfo(case.dtype)
     half_unit = format_.eps / 2 if case.dtype != torch.float32 else 0.0
     largest = 0.0
     for step in range(steps):
-        delivered = {name: torch.zeros_like(t) for name, t in owed.items()}
-        cast = {name: torch.zeros_like(t) for name, t in owed.items()}
+        delivered = {name: torch.zeros_like(t) for name, t in unsent.items()}
+        cast = {name: torch.zeros_like(t) for name, t in unsent.items()}
         for micro_step in range(micro_steps):
             gradients = case.gradients(1000 * step + micro_step)
             shards = world.reduce(case.names, gradients, loss_scale)
             entries = torch.cat([g.reshape(-1).abs().double() for p in gradients for g in p])
             largest += float(entries.max()) / loss_scale if entries.numel() else 0.0
             for i, name in enumerate(case.names):
-                if name in owed:
-                    owed[name] += mean(gradients, i) / loss_scale
+                if name in unsent:
+                    unsent[name] += mean(gradients, i) / loss_scale
                     arrived = assemble(shards, i).double()
                     delivered[name] += arrived / loss_scale
                     cast[name] += half_unit * arrived.abs().clamp(min=format_.tiny) / loss_scale
         world.commit()
-        for name, total in owed.items():
+        for name, total in unsent.items():
             left = world.residual_sum(name, total.numel())
             lost = (total - delivered[name] - left).abs()
             if lost.numel():
                 # a few roundings of what one process can have accumulated, times the processes
                 # that are summed; what arrives in 16 bits was rounded to them, once
                 assert (lost - cast[name]).max() <= roundings * EPS * largest * micro_steps
-            owed[name] = left
+            unsent[name] = left
 
 
 def _matrices(case: Case) -> list[tuple[str, tuple[int, ...]]]:

@@ -57,8 +57,8 @@ def launched(
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "watched\n"
-    said = process.communicate(timeout=45)[1]
-    return process.returncode, said
+    output = process.communicate(timeout=45)[1]
+    return process.returncode, output
 
 
 def aged(folder: Path, age_s: float) -> None:
@@ -67,9 +67,9 @@ def aged(folder: Path, age_s: float) -> None:
 
 
 def test_a_process_that_hangs_ends_itself_and_one_that_goes_on_does_not(tmp_path: Path) -> None:
-    code, said = launched(2.0, tmp_path)
+    code, output = launched(2.0, tmp_path)
     assert code == STALLED
-    assert "no progress for 2 s" in said
+    assert "no progress for 2 s" in output
     assert launched(2.0, tmp_path, beats=40, then="end")[0] == 0
 
 
@@ -77,16 +77,16 @@ def test_rank_0_ends_when_its_launcher_is_gone_or_another_has_begun(tmp_path: Pa
     """A killed launcher whose command is given again at once renews the file."""
     launch = Listener(tmp_path, stall_s=60.0).launch
     aged(tmp_path, 10.0)
-    code, said = launched(60.0, tmp_path, launch)
+    code, output = launched(60.0, tmp_path, launch)
     assert code == STALLED
-    assert "its launcher is gone" in said
+    assert "its launcher is gone" in output
     aged(tmp_path, -600.0)  # as if it were renewed again and again
     assert launched(60.0, tmp_path, launch, beats=5, then="end")[0] == 0
     Listener(tmp_path, stall_s=60.0)
     aged(tmp_path, -600.0)
-    code, said = launched(60.0, tmp_path, launch)
+    code, output = launched(60.0, tmp_path, launch)
     assert code == STALLED
-    assert "or another has begun" in said
+    assert "or another has begun" in output
 
 
 def test_a_process_that_no_signal_reaches_ends_with_its_launch(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_a_parameter_that_is_absent_at_the_boundary_is_owed_to_the_next_step() -
     processes.hold(NAMES, gradients)
     processes.reduce(NAMES[:1], [g[:1] for g in _gradients(2, 1)])
     processes.commit()
-    owed = processes.residual_sum("bias", 13)
+    unsent = processes.residual_sum("bias", 13)
     expected = torch.stack([g[1].double() for g in gradients]).mean(0)
-    assert torch.allclose(owed, expected, atol=1e-6)
+    assert torch.allclose(unsent, expected, atol=1e-6)
     zeros = [[torch.zeros(13)] for _ in range(2)]
     delivered = assemble(processes.reduce(["bias"], zeros), 0)
     assert torch.allclose(delivered.double(), expected, atol=1e-6)

@@ -149,10 +149,10 @@ def test_a_lock_left_by_a_failed_build_is_cleared(tmp_path: Path) -> None:
 
 def test_the_module_gets_its_job_and_sends_events_also_before_a_failure(tmp_path: Path) -> None:
     code = "process.beat(words=job['word']); process.beat(n=2); sys.exit(3)"
-    hosts, told = Hosts(code), list[dict[str, Any]]()
+    hosts, events = Hosts(code), list[dict[str, Any]]()
     with pytest.raises(LaunchError, match="exit code 3"):
-        launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, on_event=told.append)
-    assert told == [{"words": "hello"}, {"n": 2}]
+        launch(hosts, "m", {"word": "hello"}, tmp_path, stall_s=60, on_event=events.append)
+    assert events == [{"words": "hello"}, {"n": 2}]
     _, _, module, *arguments = hosts.argv
     parsed = parse_args(["--num_gpus=2", *hosts.argv[1:]])  # none is taken for one of DeepSpeed's
     assert (parsed.user_script, parsed.user_args) == (module, arguments)
@@ -224,7 +224,7 @@ def test_gpus_are_used_where_there_are_enough(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no hosts"),
         ("node1\n", "line 1"),
@@ -234,10 +234,10 @@ def test_gpus_are_used_where_there_are_enough(
         ("a slots=2\nb slots=4\n", "different slots"),
     ],
 )
-def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "hostfile"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_hostfile(path)
 
 

@@ -31,7 +31,7 @@ def layout(world: int, members: tuple[int, ...] | None = None) -> LocalShard:
     return LocalShard(ShardLayout(SHAPE.numel(), world), members or tuple(range(world)))
 
 
-def told(total: Tensor, *layouts: LocalShard) -> PreconditionerEstimate:
+def estimate(total: Tensor, *layouts: LocalShard) -> PreconditionerEstimate:
     """Return a rank's estimate after ranks with these shards have added `total`."""
     metric = PreconditionerEstimate(alone)
     metric.begin_step(0)
@@ -53,14 +53,14 @@ def uneven() -> Tensor:
 def test_what_hosts_see_adds_up_to_the_squares_of_rows_and_columns(world: int) -> None:
     total = uneven()
     parts = [layout(2 * world, tuple(range(first, 2 * world, 2))) for first in (0, 1)]
-    rows, columns = told(total, *parts)._sums["w"]
+    rows, columns = estimate(total, *parts)._sums["w"]
     torch.testing.assert_close(rows, total.square().sum(1))
     torch.testing.assert_close(columns, total.square().sum(0))
 
 
 def test_weights_are_powers_of_two_near_the_fourth_root_of_the_second_moment() -> None:
     total = uneven()
-    found = told(total).weights("w", SHAPE, layout(1), CPU)
+    found = estimate(total).weights("w", SHAPE, layout(1), CPU)
     assert found is not None
     mantissas, _ = torch.frexp(found)
     assert (mantissas == 0.5).all()
@@ -74,14 +74,14 @@ def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
     total = uneven()
     total[3] = 0
     for of in (total, torch.zeros(SHAPE)):
-        found = told(of).weights("w", SHAPE, layout(1), CPU)
+        found = estimate(of).weights("w", SHAPE, layout(1), CPU)
         assert found is not None
         assert torch.isfinite(found).all()
         assert found.min() >= 1
 
 
 def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
-    metric = told(uneven())
+    metric = estimate(uneven())
     before = {key: value.clone() for key, value in sums_of(metric).items()}
     for value, skipped in ((torch.nan, False), (torch.inf, False), (1.0, True)):
         metric.begin_step(EVERY)
@@ -104,15 +104,15 @@ def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(
         workers, shape = VirtualWorkers(settings, 3, ["w"]), torch.Size([60, 90])
         scale = 2.0 ** -(torch.arange(60) % 8).unsqueeze(1)
         torch.manual_seed(0)
-        owed = torch.zeros(shape.numel())
+        unsent = torch.zeros(shape.numel())
         for _ in range(3):
             gradients = [torch.randn(shape) * scale for _ in range(3)]
             (arrived,) = workers.average([[g.clone()] for g in gradients])
             workers.step_ended(skipped=False)
             left = torch.stack([state["w"] for state in workers.residuals()]).sum(0)
-            given_ = torch.stack(gradients).mean(0).view(-1) + owed
+            given_ = torch.stack(gradients).mean(0).view(-1) + unsent
             torch.testing.assert_close(arrived.view(-1) + left, given_, rtol=1e-5, atol=1e-6)
-            owed = left
+            unsent = left
         kept[metric] = float((left.view(shape) / scale**0.5).square().sum())
     assert kept["steps"] < 0.9 * kept["energy"]
 
@@ -141,10 +141,10 @@ def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None
     assert before[0]
     for other in before[1:]:
         assert all(torch.equal(other[key], value) for key, value in before[0].items())
-    owed = [state["w"].clone() for state in workers.residuals()]
+    unsent = [state["w"].clone() for state in workers.residuals()]
     workers.step = EVERY  # a step that is measured
     assert torch.isnan(step(poison=True)[0]).any()
     for was, now in zip(before, known(), strict=True):
         assert was.keys() == now.keys()
         assert all(torch.equal(was[key], value) for key, value in now.items())
-    assert all(torch.equal(a, s["w"]) for a, s in zip(owed, workers.residuals(), strict=True))
+    assert all(torch.equal(a, s["w"]) for a, s in zip(unsent, workers.residuals(), strict=True))

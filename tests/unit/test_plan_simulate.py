@@ -228,8 +228,8 @@ def test_hpz_gathers_between_hosts_once_a_step(micro_steps: int) -> None:
     strategy = Strategy(micro_steps, 2, Gradients(0.0), hpz=True)
     once = 2 * 3 * 1000 * 7 / 8
     assert simulate(machine, blocks, strategy).link_bytes == pytest.approx(once)
-    stock = simulate(machine, blocks, replace(strategy, hpz=False)).link_bytes
-    assert stock == pytest.approx(2 * micro_steps * once)
+    baseline = simulate(machine, blocks, replace(strategy, hpz=False)).link_bytes
+    assert baseline == pytest.approx(2 * micro_steps * once)
 
 
 def test_with_streams_gathers_hide_behind_computing() -> None:
@@ -251,8 +251,8 @@ def test_resident_weights_cross_once_a_step_beside_forward() -> None:
     assert step.sent_bytes == {"changed weights": size}
     # the second chunk arrives while the first block runs
     assert step.seconds == pytest.approx(4 * 200.0 + size / 2 / 1e6, rel=1e-6)
-    stock = simulate(machine, blocks, replace(strategy, weights=None))
-    assert stock.link_bytes == 4 * 2 * 2 * size / 2
+    baseline = simulate(machine, blocks, replace(strategy, weights=None))
+    assert baseline.link_bytes == 4 * 2 * 2 * size / 2
 
 
 def test_offloaded_inputs_come_back_one_block_ahead() -> None:

@@ -26,9 +26,9 @@ def test_the_launcher_argument_goes_on_to_the_script(
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:], __name__)\nimport beside\n")
     (tmp_path / "beside.py").write_text("")
-    stock = deepspeed.initialize
+    original = deepspeed.initialize
     run.main(["--local_rank=1", str(script), "--deepspeed_config", "c.json"])
-    assert deepspeed.initialize is not stock
+    assert deepspeed.initialize is not original
     expected = "['--local_rank=1', '--deepspeed_config', 'c.json'] __main__"
     assert expected in capsys.readouterr().out
 

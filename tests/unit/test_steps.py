@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(
 
 
 def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
-    energies, told = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event]()
+    energies, logged = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event]()
     norms, step = [None, 4.0, None], 0
     log = StepLog(
         Counters(),
@@ -54,7 +54,7 @@ def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
         path=str(tmp_path / "t.jsonl"),
         rank=0,
         sample=lambda: ExchangeSample({"wire": 0.5 * step}, energies, norms.pop(), True),
-        monitor=told.extend,
+        monitor=logged.extend,
     )
     for step in range(1, 7):
         log.step_ended(step)
@@ -65,7 +65,7 @@ def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
         assert record["compresses"] is True
     assert first["residual_norm"] == {"PowerSGD rank 4": 0.25}  # 1.0 of 4.0
     assert second["residual_norm"] == {}
-    events = {name: (value, step) for name, value, step in told}
+    events = {name: (value, step) for name, value, step in logged}
     assert events["ds_ckpt/compression_error/PowerSGD rank 4"] == (0.5, 6)
     assert events["ds_ckpt/compresses"] == (1.0, 6)
     assert "ds_ckpt/sent_bytes/reduce" in events
@@ -80,11 +80,11 @@ def test_a_field_is_one_registered_function(
     def gathers_per_step(interval: steps.Interval) -> float:
         return sum(interval.counted.gathers.values()) / interval.steps
 
-    told: list[Event] = []
+    logged: list[Event] = []
     counters, path = Counters(), tmp_path / "t.jsonl"
-    log = StepLog(counters, every_n_steps=2, path=str(path), rank=0, monitor=told.extend)
+    log = StepLog(counters, every_n_steps=2, path=str(path), rank=0, monitor=logged.extend)
     for step in (1, 2):
         counters.gathers[7] += 3
         log.step_ended(step)
     assert json.loads((tmp_path / "t.0.jsonl").read_text())["gathers_per_step"] == 3
-    assert ("ds_ckpt/gathers_per_step", 3.0, 2) in told
+    assert ("ds_ckpt/gathers_per_step", 3.0, 2) in logged

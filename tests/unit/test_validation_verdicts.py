@@ -138,6 +138,6 @@ def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> N
         assert one.versions["torch"]
     if not whole.weights.resident:  # with which training has the same bits
         assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}
-    said = CliRunner().invoke(app, ["validate", str(preset)]).output
-    assert all(f"{r.verdict} (" in said and r.model in said for r in found)
-    assert "margin 0.5%" in said
+    shown = CliRunner().invoke(app, ["validate", str(preset)]).output
+    assert all(f"{r.verdict} (" in shown and r.model in shown for r in found)
+    assert "margin 0.5%" in shown

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Heard(logging.Handler):
+class _Capture(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
@@ -17,14 +17,14 @@ class _Heard(logging.Handler):
 
 
 @contextmanager
-def hearing() -> Iterator[list[str]]:
-    """The messages of this process meanwhile, from INFO on."""
-    heard, log = _Heard(), logging.getLogger("ds_ckpt")
+def captured_log() -> Iterator[list[str]]:
+    """Collect the messages of this rank, from level INFO on."""
+    capture, log = _Capture(), logging.getLogger("ds_ckpt")
     level = log.level
     log.setLevel(logging.INFO)
-    log.addHandler(heard)
+    log.addHandler(capture)
     try:
-        yield heard.messages
+        yield capture.messages
     finally:
-        log.removeHandler(heard)
+        log.removeHandler(capture)
         log.setLevel(level)
