@@ -74,7 +74,7 @@ def test_a_rule_names_a_key_that_deepspeed_reads(key: str) -> None:
         assert constant == name
 
 
-def test_deepspeeds_activation_section_has_the_keys_that_we_know() -> None:
+def test_deepspeeds_activation_section_has_the_expected_keys() -> None:
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT, ACT_CHKPT_DEFAULT
 
     assert ACT_CHKPT == "activation_checkpointing"

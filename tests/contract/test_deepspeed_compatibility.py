@@ -89,11 +89,11 @@ def test_a_torch_that_is_too_old_is_refused_with_those_that_are_not() -> None:
         ("mpi4py", "0.1", True),
     ],
 )
-def test_what_was_not_tried_is_told(package: str, version: str, inside: bool) -> None:
+def test_untested_versions_are_reported(package: str, version: str, inside: bool) -> None:
     assert (compatibility.outside(package, version) == "") is inside
 
 
-def test_installers_are_asked_for_what_was_tried() -> None:
+def test_installers_require_the_tested_versions() -> None:
     project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     for package, (first, last) in compatibility.TRIED.items():
         name = "requires-python = " if package == "python" else f'"{package}'

@@ -44,7 +44,7 @@ def test_a_budget_is_kept_and_gradients_are_bitwise_those_of_no_checkpointing(
     assert all(found[s]["plan"] == results[0][s]["plan"] for found in results for s in SHARES)
 
 
-def test_what_goes_to_host_memory_is_not_on_the_device(world2: Any) -> None:
+def test_offloaded_inputs_are_not_on_the_device(world2: Any) -> None:
     extra = {"offload": True, "offload_min_bytes": 0}
     for found in world2.run(cases_budget.budgets, "llama", [0.6], **extra, timeout=200):
         ours = found[0.6]
@@ -111,7 +111,7 @@ def test_the_process_with_the_largest_batch_decides(world2: Any) -> None:
     assert first["held"][0] < second["held"][0] <= second["budget"]
 
 
-def test_what_cannot_fit_is_refused_on_every_process_with_what_would(world2: Any) -> None:
+def test_an_impossible_budget_is_refused_on_every_rank(world2: Any) -> None:
     section = {"policy": "budget", "budget_gib": 1e-5}
     for words in world2.run(cases_budget.refused, section, timeout=120):
         assert "no plan fits" in words

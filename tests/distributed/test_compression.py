@@ -35,7 +35,7 @@ LOSSY = {
     ],
     ids=str,
 )
-def test_an_exchange_that_sends_everything_is_stock(
+def test_an_exchange_that_sends_everything_equals_deepspeed(
     request: pytest.FixtureRequest, world: str, kind: str, options: dict[str, Any]
 ) -> None:
     pool = request.getfixturevalue(world)
@@ -52,7 +52,7 @@ def test_an_exchange_that_sends_everything_is_stock(
             assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
 
 
-def test_quantize_sends_four_bits_and_trains_like_stock(world2: Any) -> None:
+def test_quantize_sends_four_bits_and_trains_like_deepspeed(world2: Any) -> None:
     baseline = world2.run(cases.run, "llama", {}, 20, lr=3e-4)
     dense = world2.run(cases.run, "llama", DENSE, 20, lr=3e-4)[0]
     ours = world2.run(cases.run, "llama", quantize_section(), 20, lr=3e-4)
@@ -160,7 +160,7 @@ def test_a_plain_checkpoint_starts_clean(world2: Any, tmp_path: Path) -> None:
         assert after > 0
 
 
-def test_a_changed_source_is_held_against_the_live_reduction(world2: Any) -> None:
+def test_a_changed_source_is_compared_with_the_live_reduction(world2: Any) -> None:
     assert world2.run(cases.identity_check, ()) == ["", ""]
     for message in world2.run(cases.identity_check, (0, 1)):
         assert "reduce_scatter_coalesced, parameter" in message

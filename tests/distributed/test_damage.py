@@ -52,7 +52,7 @@ FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
     ],
     ids=["fp32", "bf16, nothing compressed", "fp16, fixed scale", "fp16, dynamic scale"],
 )
-def test_a_run_that_skips_every_step_says_so_once(
+def test_a_run_that_skips_every_step_warns_once(
     world2: Any, section: dict[str, Any], options: dict[str, Any], warns: bool
 ) -> None:
     one, other = world2.run(on, [2], cases.skipping, section, **options)

@@ -32,7 +32,7 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_it_is_short_and_valid_and_says_how_it_is_run(script: Path) -> None:
+def test_it_is_short_and_valid_and_names_its_command(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert 40 <= len(text.splitlines()) <= 85
     assert f"examples/{script.name}" in (ast.get_docstring(ast.parse(text)) or "")

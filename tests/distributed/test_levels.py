@@ -29,7 +29,7 @@ def test_nothing_is_lost(world4: Any, section: str, accumulation: int) -> None:
         assert process["worst"] < 3e-5
 
 
-def test_dense_over_two_levels_trains_like_stock(world4: Any) -> None:
+def test_dense_over_two_levels_trains_like_deepspeed(world4: Any) -> None:
     baseline = world4.run(cases.run, [4], "llama", {}, 4)
     ours = world4.run(cases.run, TWO, "llama", {"compression": {"method": "dense"}}, 4)
     for expected, got in zip(baseline, ours, strict=True):

@@ -63,7 +63,7 @@ def test_a_wrong_configuration_is_refused_before_anything_is_built(world2: Any) 
 
 
 @pytest.mark.parametrize("part", ["_gather", "_gradient", "_blocks"])
-def test_what_one_part_raises_keeps_no_other_from_being_left(world2: Any, part: str) -> None:
+def test_an_error_of_one_part_leaves_no_other_part_attached(world2: Any, part: str) -> None:
     for result in world2.run(cases.part_that_raises, part):
         assert result["message"] == "the other process has gone"
         assert result["restored"]

@@ -11,7 +11,7 @@ from tests.distributed import cases_soak
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_what_grows_is_found_and_nothing_else(world2: Any, tmp_path: Path, leaks: bool) -> None:
+def test_growth_is_found_and_nothing_else(world2: Any, tmp_path: Path, leaks: bool) -> None:
     found = world2.run(cases_soak.short, str(tmp_path), 40, leaks=leaks)
     for grown in found:
         # processor time is for long runs: a process that shares a core with others is uneven

@@ -124,7 +124,7 @@ def test_a_copy_that_one_process_has_no_room_for_is_made_by_none(world2: Any) ->
         assert "more than are free" in words
 
 
-def test_what_cannot_be_served_is_refused(world2: Any, world4: Any) -> None:
+def test_unsupported_settings_are_refused(world2: Any, world4: Any) -> None:
     for message in world2.run(cases.refused, ONE, LOSSLESS, 2):
         assert "$.zero_optimization.zero_hpz_partition_size" in message
         assert "write 1, or remove that key" in message

@@ -154,7 +154,7 @@ def test_bytes_between_hosts_are_those_of_what_is_trained(world2: Any, kind: str
         (TWO, "llama", LOSSLESS, {"offload_optimizer": True}),
     ],
 )
-def test_what_the_user_writes_is_everywhere(
+def test_weights_that_the_user_writes_reach_every_node(
     request: pytest.FixtureRequest,
     slots: list[int],
     kind: str,
@@ -196,7 +196,7 @@ def test_a_checkpoint_goes_into_any_run(world2: Any, world4: Any, tmp_path: Path
         assert process["stale"] == []
 
 
-def test_what_is_loaded_into_a_running_engine_is_everywhere(world2: Any, tmp_path: Path) -> None:
+def test_weights_loaded_into_a_running_engine_reach_every_node(world2: Any, tmp_path: Path) -> None:
     plain = world2.run(cases.loaded, ONE, {}, str(tmp_path / "plain"))
     ours = world2.run(cases.loaded, ONE, LOSSLESS, str(tmp_path / "ours"))
     assert ours == plain
@@ -212,7 +212,7 @@ def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
     assert ours == plain
 
 
-def test_what_is_kept_goes_where_deepspeed_moves_weights(world2: Any, tmp_path: Path) -> None:
+def test_the_copy_follows_where_deepspeed_moves_weights(world2: Any, tmp_path: Path) -> None:
     plain = world2.run(cases.moved, ONE, {}, str(tmp_path / "plain"))
     lossless = world2.run(cases.moved, ONE, LOSSLESS, str(tmp_path / "lossless"))
     for process, baseline in zip(lossless, plain, strict=True):
@@ -241,6 +241,6 @@ def test_a_set_up_that_fails_leaves_nothing(world2: Any) -> None:
         assert process["losses"] == baseline["losses"][:1]
 
 
-def test_what_another_engine_divided_otherwise_is_divided_anew(world4: Any) -> None:
+def test_shards_of_another_engine_are_divided_anew(world4: Any) -> None:
     """DeepSpeed gives the group of one engine's `zero_hpz_partition_size` to all later ones."""
     assert world4.run(cases.after_another, LOSSLESS) == [[]] * 4

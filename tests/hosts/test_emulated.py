@@ -152,7 +152,7 @@ def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_emulate
     assert not (Path("/dev/shm") / marker).exists()
 
 
-def test_a_launch_that_hangs_ends_in_time_and_says_where(
+def test_a_hanging_launch_ends_in_time_and_names_the_place(
     own_hosts: EmulatedHosts, tmp_path: Path
 ) -> None:
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
@@ -164,7 +164,7 @@ def test_a_launch_that_hangs_ends_in_time_and_says_where(
     assert own_hosts.hosts == ()
 
 
-def test_what_is_missing_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated, "tool", lambda name: None if name == "pdsh" else "/bin/true")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     reasons = emulated.missing()

@@ -120,7 +120,7 @@ class OnGpus:
 
 
 @pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
-def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, local: int) -> None:
+def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int) -> None:
     processes = OnGpus(4, method, local=local)
     for step in range(3):
         processes.reduce(_gradients(4, step))
@@ -133,7 +133,7 @@ def test_a_bucket_makes_the_host_wait_for_nothing_and_a_step_once(method: str, l
 
 @every_method
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_flag_travels_without_being_read(method: str, bad: float) -> None:
+def test_a_flag_is_sent_without_being_read(method: str, bad: float) -> None:
     processes = OnGpus(3, method)
     gradients = _gradients(3, 0)
     gradients[1][2].view(-1)[7] = bad

@@ -158,7 +158,7 @@ def test_payloads_have_the_sizes_of_the_format(codec: Codec, sizes: tuple[int, .
 
 @settings(max_examples=60, deadline=None)
 @given(codecs, st.integers(1, 700), seeds, st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
-def test_rows_travel_as_if_alone(codec: Codec, numel: int, seed: int, kinds: list[str]) -> None:
+def test_rows_are_sent_as_if_alone(codec: Codec, numel: int, seed: int, kinds: list[str]) -> None:
     rows = torch.stack([gradient(kind, numel, seed + i) for i, kind in enumerate(kinds)])
     alone = [round_trip(codec, row) for row in rows]
     payloads = torch.full((len(rows), codec.packed_bytes(numel)), 0xAA, dtype=torch.uint8)
@@ -313,7 +313,7 @@ def test_values_are_as_precise_as_their_format(fmt: Any, count: int) -> None:
 # ---- entropy-coded values
 
 
-def test_long_tensors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_tensors_are_sent_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = EntropyCoded(bits=1.0)
     for numel, segments in ((2500, 3), (3000, 3), (3001, 4)):
         monkeypatch.setattr(entropy_coded, "SEGMENT", 1000)
@@ -337,7 +337,7 @@ def test_long_tensors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 @pytest.mark.parametrize("numel", [1 << 16, 1 << 19])
-def test_what_is_left(kind: str, bits: float, bound: float, numel: int) -> None:
+def test_residual_energy_is_bounded(kind: str, bits: float, bound: float, numel: int) -> None:
     shares = []
     for seed in range(3):  # of a heavy tail a few entries decide
         values = gradient(kind, numel, seed)

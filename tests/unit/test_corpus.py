@@ -67,9 +67,7 @@ def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "a short text\n\n"])
-def test_a_file_that_cannot_serve_is_refused_with_words(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_an_unusable_file_is_refused_with_a_message(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_text(content)

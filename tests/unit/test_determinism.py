@@ -70,7 +70,7 @@ def test_every_injected_difference_is_caught_and_named(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "t5", "vit"])
 @pytest.mark.parametrize("policy", ["block", "attention", "mlp", "segments", "selective"])
-def test_what_repeats_itself_is_let_through(kind: str, policy: Any) -> None:
+def test_a_repeatable_recomputation_passes(kind: str, policy: Any) -> None:
     model = build(kind)
     CheckpointedBlocks(model, policy=Policy(PolicySettings(policy), check_determinism=1))
     for seed in range(2):
@@ -145,7 +145,7 @@ def test_large_tensors_are_sampled_in_every_row() -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.empty(0, 3), torch.zeros(3, device="meta"), torch.eye(3).to_sparse()]
 )
-def test_what_has_no_memory_to_read_has_no_fingerprint(tensor: Tensor) -> None:
+def test_a_tensor_without_readable_memory_has_no_fingerprint(tensor: Tensor) -> None:
     assert fingerprint(tensor) is None
 
 

@@ -43,7 +43,7 @@ def test_a_difference_as_large_as_the_margin_passes_in_one_of_twenty(seeds: int,
 
 @pytest.mark.parametrize(("held_out", "seeds"), [(450, 2), (450, 3), (800, 2), (800, 5)])
 @pytest.mark.parametrize("spread", [0.1, 0.5, 2.0])
-def test_nor_where_accuracies_are_counts(held_out: int, seeds: int, spread: float) -> None:
+def test_counted_accuracies_pass_no_more_often(held_out: int, seeds: int, spread: float) -> None:
     found = share("equivalent", 0.01, spread / held_out, seeds, held_out=held_out)
     assert found < 0.055 + three_sigma(0.055)
 

@@ -347,7 +347,7 @@ def test_an_empty_bucket_needs_no_collective() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("local", [1, 2])
-def test_a_bucket_that_goes_whole_takes_what_is_owed_and_then_costs_no_residual(
+def test_an_uncompressed_bucket_sends_the_residual_and_then_has_none(
     dtype: torch.dtype, local: int
 ) -> None:
     world = World(2 * local, matrices(TopK(density=0.1)), local=local)

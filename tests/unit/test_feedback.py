@@ -122,7 +122,7 @@ def test_one_bad_entry_is_seen(bad: float, at: int) -> None:
     assert not all_finite(torch.tensor([torch.inf, -torch.inf]))
 
 
-def test_what_was_delivered_to_the_last_bit_is_held_no_more() -> None:
+def test_a_fully_delivered_residual_is_freed() -> None:
     feedback = Feedback()
     load(feedback, {"w": torch.ones(4)})
     feedback.accumulate("w", torch.ones(4), 1).zero_()

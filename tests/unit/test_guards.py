@@ -281,7 +281,7 @@ class Hides(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["block", "segments"])
-def test_a_difference_that_a_block_catches_is_still_told(kind: str) -> None:
+def test_a_difference_that_a_block_catches_is_still_raised(kind: str) -> None:
     model = Stack(lambda: Block(Hides()))
     put(model, kind)
     with pytest.raises(RecomputeError, match=r"saved tensor \d+ is 2x16 float32, in the forward"):

@@ -66,7 +66,7 @@ def test_nothing_of_the_held_micro_steps_is_lost(
     assert processes.residual_sum("bias", 13).abs().max() == 0
 
 
-def test_a_parameter_that_is_absent_at_the_boundary_is_owed_to_the_next_step() -> None:
+def test_a_parameter_absent_at_the_boundary_is_sent_in_the_next_step() -> None:
     processes = World(2, _topk, holds=True)
     gradients = _gradients(2, 0)
     processes.hold(NAMES, gradients)
@@ -138,7 +138,7 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("present", [True, False])
-def test_a_non_finite_micro_step_that_was_held_back_is_told_to_everybody(
+def test_a_nonfinite_accumulated_micro_step_is_flagged_on_every_rank(
     dtype: ResidualDtype, present: bool
 ) -> None:
     """Also where the residual's type cannot hold an inf, or its parameter misses the last one."""

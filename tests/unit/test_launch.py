@@ -108,7 +108,7 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
     assert len(pids) == 1
 
 
-def test_the_time_limit_is_told(tmp_path: Path) -> None:
+def test_the_error_names_the_time_limit(tmp_path: Path) -> None:
     code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(LaunchError, match=r"its limit of 2 s(.|\n)*raise the limit"):
         run(_command(code), tmp_path, limit_s=2.0)

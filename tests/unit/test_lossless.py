@@ -81,7 +81,7 @@ def test_near_the_entropy_of_the_change_given_the_exponent(step: float) -> None:
     assert sent <= 1.2 * entropy_given_exponent(old, new)
 
 
-def test_what_does_not_shrink_goes_as_it_is() -> None:
+def test_incompressible_changes_are_sent_as_they_are() -> None:
     old, new = torch.randint(-(2**15), 2**15, (2, 5000)).to(torch.int16).view(torch.bfloat16)
     assert lossless.encode(old, new).numel() <= 2 * 5000 + 8
 

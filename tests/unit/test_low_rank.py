@@ -128,7 +128,7 @@ def test_a_skipped_step_leaves_the_factors(overflows: bool) -> None:
     assert torch.equal(assemble(shards, 0), assemble(wanted, 0))
 
 
-def test_a_bad_tensor_beside_finite_factors_is_told_to_everybody() -> None:
+def test_a_nonfinite_tensor_beside_finite_factors_is_flagged_on_every_rank() -> None:
     def choose(name: str, shape: torch.Size) -> Compressor | None:
         return LowRank(2) if name == "w" else TopK(density=0.1)
 

@@ -54,7 +54,7 @@ def _input() -> torch.Tensor:
         (Stack(layers=3, checkpointing=True), 4),
     ],
 )
-def test_what_autograd_holds(run: Any, held: int) -> None:
+def test_bytes_that_autograd_saves(run: Any, held: int) -> None:
     x = _input()
     with SavedActivations(run if isinstance(run, nn.Module) else nn.Identity()) as found:
         output = run(x)
@@ -72,7 +72,7 @@ def test_it_leaves_no_cycle_behind() -> None:
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_what_is_changed_in_place_after_it_was_saved_is_refused_as_without(leaf: bool) -> None:
+def test_a_saved_tensor_changed_in_place_is_refused_as_by_autograd(leaf: bool) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     with SavedActivations(model):
         x = torch.randn(ROWS, WIDTH)
@@ -99,7 +99,7 @@ def test_a_number_is_never_given_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
-def test_what_is_alive_counts_on_every_kind_of_tensor(kind: str) -> None:
+def test_live_memory_counts_on_every_kind_of_tensor(kind: str) -> None:
     device = "meta" if kind == "meta" else "cpu"
     with FakeTensorMode() if kind == "fake" else nullcontext(), torch.no_grad():
         model = nn.Linear(WIDTH, WIDTH, device=device)
@@ -138,7 +138,7 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_what_a_checkpointed_call_keeps_belongs_to_its_block() -> None:
+def test_tensors_of_a_checkpointed_call_belong_to_its_block() -> None:
     model = Stack(layers=2)
     blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     where = ModuleTracker(model, blocks, dict.fromkeys(blocks, ()))

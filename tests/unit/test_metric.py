@@ -50,7 +50,7 @@ def uneven() -> Tensor:
 
 
 @given(st.integers(1, 9))
-def test_what_hosts_see_adds_up_to_the_squares_of_rows_and_columns(world: int) -> None:
+def test_parts_add_up_to_the_squares_of_rows_and_columns(world: int) -> None:
     total = uneven()
     parts = [layout(2 * world, tuple(range(first, 2 * world, 2))) for first in (0, 1)]
     rows, columns = estimate(total, *parts)._sums["w"]
@@ -80,7 +80,7 @@ def test_rows_of_nothing_and_all_of_nothing_have_finite_weights() -> None:
         assert found.min() >= 1
 
 
-def test_what_was_skipped_or_is_not_finite_is_not_known() -> None:
+def test_skipped_and_nonfinite_gradients_do_not_count() -> None:
     metric = estimate(uneven())
     before = {key: value.clone() for key, value in sums_of(metric).items()}
     for value, skipped in ((torch.nan, False), (torch.inf, False), (1.0, True)):
@@ -117,7 +117,7 @@ def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(
     assert kept["steps"] < 0.9 * kept["energy"]
 
 
-def test_all_workers_know_the_same_and_a_poisoned_step_changes_nothing() -> None:
+def test_all_workers_compute_the_same_and_a_nonfinite_step_changes_nothing() -> None:
     workers = VirtualWorkers(IN_STEPS, 3, ["w"])
 
     def known() -> list[dict[str, Tensor]]:

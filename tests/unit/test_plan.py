@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
-def test_parts_that_nobody_can_tell_must_be_named(kind: Any) -> None:
+def test_parts_that_cannot_be_found_must_be_named(kind: Any) -> None:
     policy = Policy(PolicySettings("none"), (Rule("1-2", PolicySettings(kind)),), modules=("Odd",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Model(), policy)

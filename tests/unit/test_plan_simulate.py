@@ -242,7 +242,7 @@ def test_with_streams_gathers_hide_behind_computing() -> None:
     assert exposed.seconds == pytest.approx(8 * 3.0 + 16 * 0.5)
 
 
-def test_resident_weights_cross_once_a_step_beside_forward() -> None:
+def test_resident_weights_are_sent_once_a_step_beside_forward() -> None:
     machine = replace(PAIR, network=Link(1e6))
     size = 1 << 24  # a shard of 2^23 elements: two chunks
     blocks = [Block(size // 2, 0, forward_s=100.0, backward_s=0.0)] * 2

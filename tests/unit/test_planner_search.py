@@ -81,7 +81,7 @@ def test_the_last_block_is_left_alone_where_its_recompute_would_need_as_much() -
     assert need(blocks, [1, 1, 1, 0], room) == need(blocks, [1, 1, 1, 1], room) == 13
 
 
-def test_what_is_outside_of_blocks_counts() -> None:
+def test_memory_outside_of_blocks_counts() -> None:
     blocks = [[Option(10, 10, 0.0), Option(1, 10, 5.0)]] * 2
     assert search(blocks, Room(budget=20)) == [0, 0]
     assert search(blocks, Room(budget=20, head=1)) == [1, 0]

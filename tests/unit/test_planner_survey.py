@@ -99,7 +99,7 @@ class EndsInReLU(nn.Module):
         return cast(torch.Tensor, self.head(x))
 
 
-def test_what_a_block_and_the_outside_save_is_there_whatever_the_block_does() -> None:
+def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None:
     model, x = EndsInReLU(), torch.randn(512, 64)
     found = survey(model, (x,), {}, modules=("layers.*",))
     planner = Planner(found, RATES, x.numel())

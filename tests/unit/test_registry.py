@@ -96,7 +96,7 @@ def test_nothing_is_lost_in_a_world_of_four(sign: type[Method], local: int) -> N
     assert torch.allclose(delivered + residual, total, atol=1e-5)
 
 
-def test_what_register_refuses() -> None:
+def test_register_refuses_unusable_methods() -> None:
     class Named(Method):
         name = "rules"
         about = "taken"

@@ -147,7 +147,7 @@ def test_a_chart_has_all_that_it_was_given_and_is_the_same_again() -> None:
     assert svg == charts.svg([ROWS, LINES])
 
 
-def test_nothing_is_told_apart_by_colour_alone() -> None:
+def test_nothing_is_distinguished_by_colour_alone() -> None:
     assert len({charts.look(place) for place in range(52)}) == 52
     bands = [Band(str(i), [1.0 + i]) for i in range(len(charts._FILLS))]
     assert len({charts._fill(place)["hatch"] for place in range(len(bands))}) == len(bands)

@@ -24,7 +24,7 @@ def rules(method: str, *given: Rule, **settings: object) -> Rules:
     return Rules(default, rules=given, embeddings=frozenset({"embed.weight"}))
 
 
-def test_what_is_built_in() -> None:
+def test_built_in_rules() -> None:
     choose = rules("powersgd", rank=4)
     assert [choose(n, s) for n, s, _ in SHAPES] == [
         TopK(),

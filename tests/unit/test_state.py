@@ -187,7 +187,7 @@ def test_a_run_without_residuals_does_not_drop_those_of_another_method_unawares(
     assert "holds residuals; method none drops them" in caplog.text
 
 
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
     saved = Processes(2, 2)
     saved.train(1)
     saved.save(tmp_path)

@@ -48,7 +48,7 @@ def _copied_out(
 @pytest.mark.parametrize(
     "right", [{}, {"read": "behind"}, {"waited": False, "recorded": True}], ids=str
 )
-def test_what_is_ordered_is_not_found(right: dict[str, Any]) -> None:
+def test_ordered_accesses_are_no_finding(right: dict[str, Any]) -> None:
     gpu = Gpu()
     _copied_out(gpu, **right)
     assert not gpu.findings
@@ -63,7 +63,7 @@ def test_what_is_ordered_is_not_found(right: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_ordered_is_found(wrong: dict[str, Any], words: str) -> None:
+def test_unordered_accesses_are_findings(wrong: dict[str, Any], words: str) -> None:
     gpu = Gpu()
     _copied_out(gpu, **wrong)
     assert any(words in finding for finding in gpu.findings), gpu.findings

@@ -52,7 +52,7 @@ def test_the_sampled_error_is_that_of_the_residual(compressor: Compressor) -> No
     assert world.exchanges[1].errors.take_sums() == {}
 
 
-def test_an_exchange_tells_where_its_time_goes() -> None:
+def test_an_exchange_reports_its_time_by_section() -> None:
     world = World(4, lambda name, shape: LowRank(2), local=2)
     world.reduce(["w"], [[torch.randn(40, 30)] for _ in range(4)])
     seconds = world.exchanges[0].timings.seconds

@@ -49,7 +49,7 @@ def validate(output: Path, files: list[Path], *options: str) -> Any:
 
 @pytest.mark.timeout(900)  # twelve trainings
 @pytest.mark.slow
-def test_what_must_fail_fails_and_what_must_pass_passes(tmp_path: Path) -> None:
+def test_bad_settings_fail_and_good_ones_pass(tmp_path: Path) -> None:
     names = ("8bit", "topk_0.1pct_no_feedback", "powersgd_rank1_no_feedback")
     files = [small(tmp_path, ROOT / "benchmarks" / "accuracy" / f"{name}.json") for name in names]
     output = tmp_path / "out"
@@ -125,7 +125,7 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
         (["FILE", "--data", "no-such-file"], 2, "--data"),
     ],
 )
-def test_what_cannot_be_done_is_told(
+def test_impossible_requests_are_refused(
     tmp_path: Path, options: list[str], code: int, words: str
 ) -> None:
     options = [str(FOUR_BITS) if o == "FILE" else o for o in options]
@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_told(
     assert ("fix:" in found.output) == (code == 3)
 
 
-def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("out of memory")
 
@@ -150,7 +150,7 @@ def test_what_nobody_foresaw_is_no_verdict(tmp_path: Path, monkeypatch: pytest.M
     assert "the verdicts cannot be read" in found.output
 
 
-def test_what_is_missing_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     for name in ("equivalence", "compare", "command"):
         monkeypatch.delitem(sys.modules, f"ds_ckpt.lab.validate.{name}")
