@@ -14,7 +14,7 @@ def table(lines: list[dict[str, Any]], steps: int) -> str:
     """Markdown: for each text, number of workers, width and batch one row a method, in the order of
     bytes in a step.
 
-    Warm-up steps count as dense ones in the bytes of the whole run, where they do not travel in few
+    Warm-up steps count as dense ones in the bytes of the full run, unless they are sent in few
     bits. At accumulation 8 an exchange with residuals runs once where ZeRO-3's runs 8 times. Where
     dense training has run in several ways, each is held against the one of its own b1 and rate and
     against the best of them.
@@ -52,7 +52,7 @@ def _table(done: dict[str, dict[int, dict[str, Any]]], steps: int) -> str:
         theirs = [best] if len(dense) == 1 else [alike.get(_recipe(runs), ""), best]
         rows.append(_row(name, runs, done, theirs, steps))
     rows.sort(key=lambda row: -row[0])
-    head = ["method", "bits an element", "fewer bytes a step", "at accumulation 8", "whole run"]
+    head = ["method", "bits per element", "fewer bytes per step", "at accumulation 8", "full run"]
     head += ["held-out loss"]
     for name in [best] if len(dense) == 1 else ["dense, b1 and rate alike", best]:
         head += [f"against {name}", "95% interval"]
