@@ -439,16 +439,16 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
     ways = {
         "fake": "a step on fake tensors: shapes without memory, bytes and FLOPs counted",
         "arithmetic": "arithmetic over sizes",
-        "source": "the installed torch or transformers, asked by code",
+        "source": "the installed torch or transformers, inspected by code",
         "result": "a file of benchmarks/results",
         "test": "a test of this repository",
-        "gpu": "nothing here: it needs a GPU, or more than one host with GPUs",
+        "gpu": "nothing here: it needs a GPU, or more than one node with GPUs",
     }
     lines = [
-        "# Claims, and what was measured",
+        "# Claims and measurements",
         "",
-        "Figures that are told about activation checkpointing and gradient compression, each with",
-        "the command that decides it. Written by `python benchmarks/claims.py` from",
+        "Published figures on activation checkpointing and gradient compression, each with the",
+        "command that verifies it. Written by `python benchmarks/claims.py` from",
         "`benchmarks/claims.toml` and `benchmarks/results/claims.json`: figures and verdicts are",
         "computed, so do not edit this page.",
         "",
@@ -462,8 +462,8 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         *(f"| {ways[way]} | {by[way]} |" for way in DECIDED_BY),
         "",
         "*Saved*: bytes that autograd keeps between forward and backward. *Peak*: the most bytes",
-        "at once of what a step makes. *FLOPs*: products and attention cores, against no policy.",
-        "*All*: what ZeRO-3 keeps of a process among 8, and the peak. Fake steps are in bf16 with",
+        "at once that a step makes. *FLOPs*: products and attention cores, relative to no policy.",
+        "*All*: ZeRO-3's states of one of 8 ranks, and the peak. Fake steps are in bf16 with",
         "the language-model head and the loss ([profile.md](profile.md) defines the numbers).",
         "No claim here was decided on a GPU.",
     ]
@@ -473,11 +473,11 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         lines += ["| claim | it would mean | found | verdict | command |", "|---|---|---|---|---|"]
         for row in rows:
             claim = row.claim
-            told = f"{claim.claim} ({claim.id})"
+            name = f"{claim.claim} ({claim.id})"
             command = f"`{claim.command}`" if claim.command else "-"
-            cells = (told, claim.means, row.found, f"**{row.verdict}**", command)
+            cells = (name, claim.means, row.found, f"**{row.verdict}**", command)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "## What the steps on fake tensors were", ""]
+    lines += ["", "## Steps on fake tensors", ""]
     lines += [
         "| name | model | tokens | batch | attention | policies |",
         "|---|---|---|---|---|---|",
@@ -489,7 +489,7 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         lines.append(f"| {case.name} | {case.model}{depth}, {case.dtype} | {sizes} |")
     lines += ["", "`python benchmarks/claims.py --measure NAME` measures one again.", ""]
     sources = sorted({row.claim.source for row in judged})
-    lines += ["## Where the claims are from", "", "The number before the dash names the file.", ""]
+    lines += ["## Sources of the claims", "", "The number before the dash names the file.", ""]
     lines += [f"- `{source}`" for source in sources]
     return "\n".join(lines) + "\n"
 

@@ -6,11 +6,11 @@ Simulated steps, nothing measured: `ds-ckpt plan`'s search on the figures of `ha
 for each model and number of nodes, then with each rate and latency of the links. All columns train
 the same batch, about a million tokens, and each has the micro-batch and recompute that suit it.
 
-hpZ is ZeRO-3 whose first forward of a step gathers between hosts and all else inside them, with a
+hpZ is ZeRO-3 whose first forward of a step gathers between nodes and all else inside them, with a
 node's copy of the weights in memory. ZeRO++ is hpZ with weights gathered in 8 bits and gradients
 in 4: the volumes that its authors publish (0.5 M, 0 and 0.25 M for a model of M; DeepSpeed's blog
 on ZeRO++ and arXiv 2306.10209). What its kernels take is not in it, nor what it costs in loss.
-DeepSpeed has neither on hosts of one GPU.
+DeepSpeed has neither on nodes of one GPU.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ CLUSTERS: dict[str, tuple[list[str], list[str], list[float], list[float]]] = {
         [10, 25, 100, 400],
         [],
     ),
-    "One RTX 4090 a host, over the internet": (
+    "One RTX 4090 per node, over the internet": (
         ["llama-1b", "llama-7b"],
         [f"{n} nodes x 1 RTX 4090" for n in (2, 4, 8)],
         [0.1, 1, 10],
         [20, 100],
     ),
 }
-"""Models, clusters, rates of a host's link in Gbit/s, latencies in ms; none: the file's own."""
+"""Models, clusters, rates of a node's link in Gbit/s, latencies in ms; none: the file's own."""
 PAYS = 1.01
-"""Times the faster rival's speed: less is a tie."""
+"""Speed relative to the fastest baseline below which the plan does not pay."""
 
 
 def of(search: Search, *weights: str, stock: bool = True) -> list[Candidate]:
-    """With those ways of weights; `stock`: and DeepSpeed's own gradients."""
+    """Return candidates with these weights; `stock`: with DeepSpeed's own gradients, too."""
     alike = [one for one in search.all if one.setting.weights in weights]
     return [one for one in alike if one.setting.method.settings is None or not stock]
 
@@ -125,7 +125,7 @@ def sections() -> Iterator[str]:
                 last = Question(model, found, inside["latency_s"], each * found.devices, "equal")
                 yield (
                     f"### {name}, {cluster}\n{each * found.devices} sequences of {model.tokens} "
-                    f"tokens a step. Tokens a second:\n"
+                    f"tokens per step. Tokens per second:\n"
                 )
                 try:
                     table = list(rows(Search(last), rates, latencies))
@@ -152,28 +152,28 @@ def sections() -> Iterator[str]:
         )
 
 
-HEAD = """# Beyond this machine: what a plan says of clusters
+HEAD = """# Simulated plans for larger clusters
 Made by `python benchmarks/plan_tables.py -o docs/plan_tables.md`. Every figure is simulated; none
-was measured. [plan.md](plan.md) says how well simulated steps meet measured ones, which is on CPUs
-with gloo alone.
+was measured. [plan.md](plan.md) compares simulated with measured steps, which ran on CPUs with gloo
+alone.
 
-What is assumed:
-- All columns train the same batch of about a million tokens a step, in bf16 with AdamW in fp32,
-  90% of an accelerator's memory, 512 GiB of host memory a node, methods of gradients of whose
-  verdicts each on a held-out loss is equivalent or better and none on an accuracy is worse
-  (`--loss equal`), each with the micro-batch and recompute that suit it.
-  Verdicts on `1bit` are of AdamW with b1 0.7 and a lead of 0.3.
-- *hpZ* gathers between hosts in a step's first forward alone. *ZeRO++* is hpZ with weights in 8
-  and gradients in 4 bits, by the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's
-  blog on ZeRO++); the time of its kernels is not counted, nor what it costs in loss. DeepSpeed has
-  neither on hosts of one GPU.
-- *ZeRO-1* needs memory for all weights and gradients on every process, and sends the same bytes
-  however many micro-steps a step has: gradients by all-reduce, weights once behind the optimizer.
-  Where it fits it is the rival, over slow links above all; "-": it does not fit.
-- A gather between hosts is a ring: a latency a hop and module, which is most of a ZeRO-3 step over
-  the internet. Optimizer states are not offloaded.
-- Links reach the rate that is named, in both directions at once; congestion, protocols and lost
-  packets are not in it. What packing takes is memory traffic; kernels hold up computing.
+Assumptions:
+- All columns train the same batch of about a million tokens per step, in bf16 with AdamW in fp32,
+  on 90% of an accelerator's memory and 512 GiB of host memory per node. Only compression methods
+  are used that validation found as good as uncompressed training (`--loss equal`). Each column has
+  its best micro-batch and recomputation.
+  Verdicts on `1bit` are for AdamW with b1 0.7 and a momentum correction of 0.3.
+- *hpZ* gathers between nodes only in a step's first forward. *ZeRO++* is hpZ with weights in 8
+  and gradients in 4 bits, with the volumes that its authors publish (arXiv 2306.10209; DeepSpeed's
+  blog on ZeRO++). The time of its kernels and its cost in loss are not counted. DeepSpeed has
+  neither on nodes of one GPU.
+- *ZeRO-1* needs memory for all weights and gradients on every rank. It sends the same bytes for any
+  number of micro-steps: gradients by all-reduce, weights once after the optimizer. If it fits, try
+  it, above all on slow links. "-": it does not fit.
+- A gather between nodes is a ring with one latency per hop and module. Over the internet this is
+  most of a ZeRO-3 step. Optimizer states are not offloaded.
+- Links reach the named rate in both directions at once, without congestion, protocols and lost
+  packets. Packing costs memory traffic, and its kernels delay computing.
 - *ZeRO-1*, *ZeRO-3* and *hpZ* have this plugin's checkpointing, too, with plain gradients and
   weights.
 - *pays*: tokens of the plugin's best plan over those of the fastest of ZeRO-1, ZeRO-3 and hpZ;

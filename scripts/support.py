@@ -33,9 +33,9 @@ RECORD = PAGE.with_suffix(".json")
 INTRODUCTION = """# Versions
 
 Written by `scripts/matrix.sh`: the contract (`tests/contract`) and the tests of the laws
-([design.md](design.md)) with each set of versions, on Linux with gloo. A number is that of tests
-passed. The sets are `scripts/matrix.sh`'s: laws is all of them; short those that break first; none
-where the plugin refuses. "not run" is what a set leaves out.
+([design.md](design.md)) with each set of versions, on Linux with gloo. Numbers count passed tests.
+Test sets: "laws" = all tests of the laws, "short" = the tests that break first, "none" = the plugin
+refuses this version. "not run": not in the set.
 
 """
 TRIED = ", ".join(
@@ -43,21 +43,22 @@ TRIED = ", ".join(
 )
 FIRST, LAST, RESIDENT = compatibility.FIRST, compatibility.LAST, compatibility.RESIDENT_SINCE
 END = f"""
-Every release of DeepSpeed from {FIRST} to {LAST} has, of what the hooks lean on, sources that
-`ds_ckpt/zero3/compatibility.py` knows by their digests; what differs between versions is in that
-file. Another source is warned of when the plugin is attached, and the first bucket is held against
-DeepSpeed's own reduction; where a symbol is missing, the plugin refuses.
+Every DeepSpeed release from {FIRST} to {LAST} has sources that
+`ds_ckpt/zero3/compatibility.py` lists by digest, for the symbols that the hooks use. That file also
+has the differences between versions. With another source the plugin logs a warning when it is
+attached, and compares the first bucket with DeepSpeed's own reduction. If a symbol is missing, the
+plugin refuses.
 
-Tried are
+Tested versions are
 {TRIED}:
-the ends of each range, and between them what the table shows. `ds-ckpt doctor` warns of a version
+the ends of each range, and between them those in the table. `ds-ckpt doctor` warns of a version
 outside.
 
-`weights.resident` needs DeepSpeed {RESIDENT}: before, hpZ leaves padding uninitialised. It is
-refused there.
+`weights.resident` needs DeepSpeed {RESIDENT}. Earlier versions are refused, because hpZ leaves
+padding uninitialised there.
 
 DeepSpeed's own tests of gradient clipping, leaf modules, activation checkpointing and checkpoints
-end with the plugin, and `dense` in every engine of stage 3, as they do without it
+have the same results without the plugin and with `dense` in every engine of stage 3
 ([results](../benchmarks/results/deepspeeds_tests.txt)).
 """
 
