@@ -30,7 +30,7 @@ def section() -> dict[str, Any]:
 
 @contextmanager
 def registered() -> Iterator[type[Method]]:
-    """The page's class, known to ds_ckpt as long as this lasts."""
+    """Register the page's class while the context lasts."""
     module = sys.modules["my_signs"] = ModuleType("my_signs")
     try:
         exec(compile(block("python"), str(PAGE), "exec"), module.__dict__)

@@ -26,7 +26,7 @@ SECTION = {"compression": {"method": "dense"}}
 
 
 def _with_section(config: Any) -> Any:
-    """The configuration with our section where it asks for stage 3, else as it was given."""
+    """Return the configuration, with our section if it selects stage 3."""
     if isinstance(config, str) and Path(config).is_file():
         read = json.loads(Path(config).read_text())
         changed = _with_section(read)

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
-"""A kind that every build of torch knows: nothing is initialised when it is named."""
+"""A device type of every build of torch, which needs no initialisation."""
 HOST = "host"
 _READ_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 _OURS = ("/ds_ckpt/", "/deepspeed/")

@@ -1,4 +1,4 @@
-"""The installed DeepSpeed has what the hooks lean on, and a moved one is told from it."""
+"""The installed DeepSpeed has the symbols that the hooks use; a changed one is detected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Run in the worker processes: the autotuner on a live engine, and what monitors and files are
-told."""
+"""Run in the worker processes: the autotuner on a live engine, and the records of monitors and
+files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
 
 
 def monitored(folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Names of the CSV files that DeepSpeed's monitor wrote; what the step log says."""
+    """Return the names of the CSV files of DeepSpeed's monitor, and the records of the step log."""
     fresh()
     path = Path(folder) / "steps.jsonl"
     telemetry = {"enabled": True, "every_n_steps": 2, "path": str(path)}

@@ -1,4 +1,4 @@
-"""Run in the worker processes: what the counters say against what the interface says."""
+"""Run in the worker processes: the counters compared with the interface."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def trained(
 ) -> dict[str, Any]:
     """Go on from the last save, if there is one, until `steps` are done; losses by step.
 
-    A process that fails ends, as a user's script does, and says when and of what in `notes`.
+    A rank that fails ends, as a user's script does, and writes time and cause into `notes`.
 
     Args:
         fault: of `FAULTS`, in step `AT`.

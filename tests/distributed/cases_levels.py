@@ -1,4 +1,4 @@
-"""Run in the worker processes: two levels on one machine that is told to be two hosts."""
+"""Run in the worker processes: two levels on one machine that acts as two nodes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole_residuals(session: Any) -> dict[str, torch.Tensor]:
 
 
 def conservation(slots: list[int], section: dict[str, Any], steps: int, accumulation: int) -> Any:
-    """Law 3 over two levels: the worst gap between what went in and what came out or is owed."""
+    """Law 3 over two levels: the worst gap between gradients and delivered plus unsent ones."""
     with hosts(slots):
         ours, left, levels = _sums(section, steps, accumulation)
     put_in = cases_compression.default_sums("llama", {}, steps, accumulation)["taken"]

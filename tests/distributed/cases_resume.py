@@ -92,7 +92,7 @@ def _unsent(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Load into this world; what is owed then."""
+    """Load into this world; return the unsent residuals."""
     engine = _engine(section)
     session = ds_ckpt.session_of(engine)
     reader = residual_files(engine, section["compression"]["method"], session.exchange)
@@ -103,7 +103,7 @@ def load(folder: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_universal(folder: str, section: dict[str, Any], again: str = "") -> dict[str, Any]:
-    """Load a universal checkpoint; what there is then, what is said, and three losses. Where
+    """Load a universal checkpoint; return the state, the log, and three losses. If
     `again` names a folder, it is saved there as it was loaded."""
     engine = _engine(section, checkpoint={"load_universal": True})
     with captured_log() as logged:

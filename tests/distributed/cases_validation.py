@@ -1,4 +1,4 @@
-"""Run in the worker processes: what virtual training is held against, and guards."""
+"""Run in the worker processes: the reference of virtual training, and guards."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def train(
 
 
 def guarded(section: dict[str, Any], steps: int, folder: str, accumulation: int = 1) -> Any:
-    """Train under a guard: after each step whether it has fallen back and what was seen; what the
-    log said; whether a checkpoint keeps it."""
+    """Train under a guard; return for each step whether compression is disabled and the observed
+    values, then the log, and whether a checkpoint keeps the state."""
     fresh()
     config = models.zero3_config(accumulation=accumulation, ds_ckpt=section)
     with captured_log() as logged:

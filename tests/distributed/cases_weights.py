@@ -187,7 +187,7 @@ def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, *
 
 
 def without_room(slots: list[int], section: dict[str, Any]) -> str:
-    """The last process has no memory for a copy: what each says."""
+    """Return each rank's message if the last rank has no memory for a copy."""
     fresh()
     from ds_ckpt.engine import weights
 

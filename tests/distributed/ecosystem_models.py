@@ -15,7 +15,7 @@ from tests import architectures
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its data, and what a policy must be told.
+    """A model, its data, and the keys that a policy needs.
 
     Attributes:
         build: gives the model.

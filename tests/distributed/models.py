@@ -41,7 +41,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """The first block gets its input from the data: no gradient is asked of it."""
+    """The first block gets its input from the data, which needs no gradient."""
 
     def __init__(self, width: int = 17, blocks: int = 3) -> None:
         super().__init__()

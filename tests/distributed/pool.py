@@ -42,7 +42,7 @@ _LOG_LINES = 80
 
 
 class PoolError(AssertionError):
-    """A case raised, hung or lost a process. The message has what each worker said."""
+    """A case raised, hung or lost a process. The message has each worker's output."""
 
 
 class Pool:
@@ -71,7 +71,7 @@ class Pool:
     ) -> list[Any]:
         """Results of `case(*args, **kwargs)`, one a process, in order of dp_rank.
 
-        Arguments and results travel as pickles; tensors are copied. Raises PoolError if a process
+        Arguments and results are sent as pickles; tensors are copied. Raises PoolError if a process
         raises, dies, or has not answered after `timeout` seconds.
         """
         if "." in case.__qualname__:
@@ -186,7 +186,7 @@ class Pool:
             lines.append(_indented(_tail(self._logs / f"{i}.log")))
         start = _tail(self._logs / "start.log")
         if start:
-            lines.append(f"\nthe parent of the workers said\n{_indented(start)}")
+            lines.append(f"\noutput of the workers' parent\n{_indented(start)}")
         return "\n".join(lines)
 
 

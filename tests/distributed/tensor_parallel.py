@@ -59,7 +59,7 @@ def auto_tp(size: int) -> Iterator[None]:
 
 @contextmanager
 def mpu_forgotten() -> Iterator[None]:
-    """Whatever mpu an engine leaves behind in DeepSpeed's globals is gone afterwards."""
+    """Remove the mpu that an engine leaves in DeepSpeed's globals."""
     before = {name: getattr(groups, name) for name in _KEPT}
     try:
         yield
@@ -74,7 +74,7 @@ class MegatronMpu:
     Args:
         tensor: the tensor-parallel groups of the world.
         data: the data-parallel ones.
-        old: only the names of Megatron before tensor and pipeline parallelism were told apart.
+        old: only the names of a Megatron without separate tensor and pipeline parallelism.
     """
 
     def __init__(

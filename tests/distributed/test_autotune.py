@@ -60,7 +60,7 @@ def test_monitors_and_the_step_log_get_the_records(world2: Any, tmp_path: Path) 
         assert plan == json.loads(json.dumps({"plan": outcome["plan"]}))
         assert {t["name"]: tuple(t["shape"]) for t in plan["plan"]} == outcome["parameters"]
         assert [record["step"] for record in records] == [2, 4]
-        # one method; residuals are 0 at the own shard, so they are what is owed to others
+        # one method; residuals are 0 at the own shard, so they belong to other ranks
         (norm,) = records[-1]["residual_norm"].values()
         assert norm == pytest.approx(outcome["residuals"] / outcome["norm"], rel=1e-4)
         assert all(0 < error < 1 for error in records[-1]["compression_error"].values())

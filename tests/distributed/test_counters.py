@@ -1,4 +1,4 @@
-"""Law 7: the counters are held against the interface's own."""
+"""Law 7: the counters are compared with the interface's own."""
 
 from __future__ import annotations
 

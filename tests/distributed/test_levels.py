@@ -1,4 +1,4 @@
-"""Two levels on real ZeRO-3 engines: four processes that are told to be two hosts of two."""
+"""Two levels on real ZeRO-3 engines: four ranks that act as two nodes of two."""
 
 from __future__ import annotations
 

@@ -104,4 +104,4 @@ def test_falling_back_loses_nothing(world2: Any) -> None:
         assert process["compressed"] == 0
         assert process["worst"] < 1e-5
     for process in world2.run(cases_compression.conservation, "llama", ours, 1, accumulation):
-        assert process["compressed"] > 3  # before it, something was owed
+        assert process["compressed"] > 3  # before it, there was a residual

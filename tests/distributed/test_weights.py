@@ -1,4 +1,4 @@
-"""Resident weights on real ZeRO-3 engines, on processes that are told to be several hosts."""
+"""Resident weights on real ZeRO-3 engines, on ranks that act as several nodes."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_on_one_host_there_is_nothing_to_gain(world2: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "lora"])
 def test_bytes_between_hosts_are_those_of_what_is_trained(world2: Any, kind: str) -> None:
-    """Each owner's part once; whole parts are of known size, so no sizes are exchanged."""
+    """Each owner's part is sent once; uncompressed parts need no exchange of sizes."""
     for process in world2.run(cases.laws, ONE, kind, WHOLE, 3):
         assert process["sent"] == [process["owned"]] * 3
 

@@ -32,7 +32,7 @@ from tests.distributed.isolation import own_network
 
 
 def fresh() -> None:
-    """Put the process back to a known state: no engine alive, no DeepSpeed globals, seeds set.
+    """Reset the process: no engine alive, no DeepSpeed globals, seeds set.
 
     The worker calls it before every case. A case that trains twice calls it in between.
     """
@@ -84,7 +84,7 @@ def once(
     it. Nobody may change what it returns.
 
     Args:
-        when: told the arguments; whether such a run is kept.
+        when: gets the arguments and returns whether such a run is kept.
     """
     if case is None:
         return functools.partial(once, when=when)

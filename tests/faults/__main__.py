@@ -1,4 +1,4 @@
-"""Breaks a copy of the tree, one fault at a time, and says which faults the tests catch.
+"""Break a copy of the tree, one fault at a time, and print which faults the tests catch.
 
     python -m tests.faults [--only NAME ...] [--whole] [--jobs N]
 

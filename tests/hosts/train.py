@@ -1,4 +1,4 @@
-"""A user's training script: a tiny Llama under ZeRO-3. It knows nothing of ds_ckpt.
+"""A user's training script: a tiny Llama under ZeRO-3, without any import of ds_ckpt.
 
 It trains and evaluates once with each of the DeepSpeed files in --folder, and each process writes
 there, by the files' names, its losses and what its host's interface has sent, to
@@ -51,7 +51,7 @@ def train(config: Path, steps: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     torch.distributed.barrier()
-    time.sleep(0.5)  # what travels beside the next forward arrives
+    time.sleep(0.5)  # changes that are sent beside the next forward arrive
     trained = sent_bytes()
     engine.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Samples of an invented experiment of which every figure is known.
+"""Samples of an invented experiment with known figures.
 
 At a rate of r Mbit/s a step of P/C takes COMPUTE + RECOMPUTE (block alone) + WEIGHTS * 8 / r +
 gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `drift` to compute.

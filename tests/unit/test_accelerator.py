@@ -39,7 +39,7 @@ METHODS: dict[str, Compressor | None] = {
 SHAPES = ((48, 40), (16,), (24, 40), (33, 20))
 every_method = pytest.mark.parametrize("method", METHODS)
 CODED = {"1 bit": EntropyCoded(bits=1.0)}
-"""With many operators, of which the pretended device makes much: where one test says enough."""
+"""Methods with many operators, slow on the pretended device: used where one test suffices."""
 
 
 def _names(tensors: int) -> list[str]:
@@ -276,7 +276,7 @@ def test_residuals_are_there_before_the_first_step(
         world.reduce(_names(4), _gradients(2 * local, step))
         world.commit()
         assert [feedback.nbytes for feedback in world.feedbacks] == before
-    # a step that sends all of it owes nothing, and gives up no room
+    # a step that sends everything leaves no residual and frees no memory
     world.reduce(_names(4), _gradients(2 * local, 3), choose=lambda name, shape: None)
     world.commit()
     assert not any(feedback.holds("p0") for feedback in world.feedbacks)

@@ -602,7 +602,7 @@ def test_nothing_stays_behind(kind: str, calls: list[weakref.ref[Call]]) -> None
 
 @pytest.mark.parametrize("kind", ["block", "segments", "selective"])
 def test_forwards_that_interleave_leave_nothing(kind: str, calls: list[weakref.ref[Call]]) -> None:
-    """Results of a recomputation that another call is linked to lead back to it."""
+    """Results of a recomputation reference it if another call is linked to it."""
     model = Stack(lambda: Block(nn.Dropout(0.2)))
     put(model, kind)
     one, other = data(1), data(2)

@@ -274,7 +274,7 @@ def test_tiles_leave_no_mark(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None
 @quick
 @given(densities, st.integers(1, 5000), seeds)
 def test_blocks_send_the_largest_of_each_block(density: float, numel: int, seed: int) -> None:
-    # no zeros or ties: then what arrived tells what was sent
+    # no zeros or ties, so the arrived values identify the sent ones
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) + 10.0
     codec = TopK(density=density, values="fp32")
     _, left, arrived = round_trip(codec, values)

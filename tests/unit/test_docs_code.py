@@ -97,7 +97,7 @@ NAMED = [
 
 
 def _once(codes: list[Code]) -> list[Any]:
-    """Each text once, by its first place."""
+    """Return each text once, at its first place."""
     first = {code.text: code for code in reversed(codes)}
     return [pytest.param(code, id=str(code)) for code in sorted(first.values(), key=str)]
 
@@ -133,7 +133,7 @@ def _there(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _filled_in(command: str) -> str:
-    """With the reader's words and the shell's expansions."""
+    """Return the command with placeholders and shell expansions filled in."""
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"(?<![\w./]){name}(?![\w.])", value, command)
     if re.search(r"[*{]", command) and not re.search("[\"']", command):

@@ -1,4 +1,4 @@
-"""Intervals, equivalence and planned seeds: the error rates are what they are said to be."""
+"""Intervals, equivalence and planned seeds: the error rates are the stated ones."""
 
 from __future__ import annotations
 

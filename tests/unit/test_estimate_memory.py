@@ -59,7 +59,7 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_
         ({"stage": 2}, {}, {"parameters_bytes": 2 * 3_000_501, "gathered_bytes": 0}),
         ({"stage": 2}, {}, {"gradients_bytes": 2 * SHARD}),
         ({"stage": 0}, {}, {"optimizer_bytes": 12 * 1_000_501}),
-        # and a second bucket exists only if it is asked for
+        # and a second bucket exists only on request
         ({"stage": 2, "reduce_bucket_size": 4000}, {}, {"reduce_bucket_bytes": 8000}),
         (
             {"stage": 2, "reduce_bucket_size": 4000, "overlap_comm": True},

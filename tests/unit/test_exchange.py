@@ -367,7 +367,7 @@ def test_an_uncompressed_bucket_sends_the_residual_and_then_has_none(
     total = average(uncompressed=False)
     assert world.residual_sum("w", 600).abs().sum() > 0
     total += average(uncompressed=True)
-    # what is delivered is rounded to the gradients' type, twice; what is owed is not
+    # delivered values are rounded to the gradients' type, twice; residuals are not
     atol = 1e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     assert torch.allclose(total.double(), 2 * mean(gradients, 0), atol=atol)
     assert not any(feedback.holds("w") for feedback in world.feedbacks)

@@ -67,7 +67,7 @@ def test_a_skipped_step_leaves_every_bit(steps: list[tuple[int, bool]]) -> None:
             feedback.commit()
             expected = left
         else:
-            pending.fill_(torch.nan)  # what an overflow leaves behind
+            pending.fill_(torch.nan)  # the state after an overflow
             feedback.rollback()
         assert bits(feedback.state_dict()) == bits(expected)
 

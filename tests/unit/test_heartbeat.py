@@ -47,7 +47,7 @@ def leader(folder: Path, listener: Listener) -> Heartbeat:
 def launched(
     stall_s: float, folder: Path, launch: str = "", *, beats: int = 0, then: str = "hang"
 ) -> tuple[int, str]:
-    """Exit code and last words of a process; without a launch's name it does not lead."""
+    """Return a process's exit code and stderr; without a launch's name it is not rank 0."""
     arguments = [str(stall_s), str(folder), launch, str(beats), then]
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHED, *arguments],

@@ -62,7 +62,7 @@ def test_nothing_of_the_held_micro_steps_is_lost(
         left = processes.residual_sum(name, put_in[i].numel())
         gap = (taken[i] + left - put_in[i]).abs().max()
         assert gap <= 1e-5 * put_in[i].abs().max().clamp(min=1.0)
-    # what has no codec goes whole at the boundary
+    # tensors without codec are sent uncompressed at the boundary
     assert processes.residual_sum("bias", 13).abs().max() == 0
 
 

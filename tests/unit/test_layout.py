@@ -1,4 +1,4 @@
-"""Ownership, held against ZeRO-3's rule, and packets."""
+"""Ownership compared with ZeRO-3's rule, and packets."""
 
 from __future__ import annotations
 

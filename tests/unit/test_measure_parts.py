@@ -65,7 +65,7 @@ def test_every_moment_belongs_to_one_part() -> None:
 
 
 def test_time_between_the_phases_is_in_no_part() -> None:
-    """So that the sum can be held against the step's own clock."""
+    """Thus the sum can be compared with the step's own clock."""
     gap = [
         at("forward", 0, 1, 0),
         at("collective", 1, 5, 0),

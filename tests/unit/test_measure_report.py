@@ -95,7 +95,7 @@ def test_every_plot_has_its_data(page: str) -> None:
         assert len(shapes) > 12, name
         for word in next(v for k, v in wanted.items() if name.startswith(k)):
             assert word in texts, (name, word)
-        if name.startswith(("parts", "bytes")):  # told apart without colour
+        if name.startswith(("parts", "bytes")):  # distinguished without colour
             assert len([e for e in svg.iter() if e.tag.endswith("}pattern")]) >= 4, name
 
 

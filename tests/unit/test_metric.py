@@ -1,4 +1,4 @@
-"""The metric of the optimizer's steps: what is known of it, and that nothing is lost by it."""
+"""The metric of the optimizer's steps: its estimate, and law 3 with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds-ckpt plan` against what was measured and published; what it says of clusters; its time.
+"""`ds-ckpt plan` compared with measured and published steps; its tables; its time.
 
 The benchmarks behind docs/plan.md and docs/plan_tables.md, on what is on record.
 """
@@ -48,9 +48,9 @@ def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
     # not all of them: a lossless change takes fewer bits after more steps
     assert bench.within(found.bytes_off, 0.03) >= 0.95 * len(found.bytes_off)
     assert max(found.bytes_off) <= 0.035
-    assert capsys.readouterr().out.splitlines()[-1] in record, "predict again, keep what it says"
+    assert capsys.readouterr().out.splitlines()[-1] in record, "predict again, keep the output"
     assert bench.within(bench.choose(pairs).values(), 0.05) >= chosen
-    assert capsys.readouterr().out.splitlines()[-1] in record, "choose again, keep what it says"
+    assert capsys.readouterr().out.splitlines()[-1] in record, "choose again, keep the output"
 
 
 def test_published_points_come_out_within_25_percent(
@@ -62,7 +62,7 @@ def test_published_points_come_out_within_25_percent(
     record = (RESULTS / "plan_published.txt").read_text().splitlines()
     assert len(rows) >= 10
     for row in rows:
-        assert row in record, "run it again, keep what it says"
+        assert row in record, "run it again, keep the output"
         off = [int(cell.strip()[:-1]) for cell in row.split("|") if cell.strip().endswith("%")]
         assert min(map(abs, off)) <= 25, row
 

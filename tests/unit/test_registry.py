@@ -1,4 +1,4 @@
-"""The registry of compression methods: what it takes, what it refuses, and who asks it."""
+"""The registry of compression methods: accepted and refused classes, and its users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensor travels how: rules, what is built in, and the plan."""
+"""Choice of a compressor for each tensor: rules, built-in rules, and the plan."""
 
 from __future__ import annotations
 

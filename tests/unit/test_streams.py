@@ -1,5 +1,5 @@
 """Streams, checked without an accelerator: offload, the exchange, residuals on the host, and seeded
-faults that the check must find. docs/gpu.md says what `pretended_gpu` sees and what it cannot."""
+faults that the check must find. docs/gpu.md lists what `pretended_gpu` models."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_host_waits_are_counted(waits: int, read: Callable[[Tensor], Any]) -> No
 
 @pytest.fixture
 def plain() -> Iterator[Gpu]:
-    """Offload asks tensors for their addresses: every plain tensor is the device's."""
+    """Offload reads tensors' addresses: every plain tensor is the device's."""
     gpu = Gpu(plain=True)
     allocate = offload.host_buffer
 

@@ -1,4 +1,4 @@
-"""Times and errors of an exchange, held against what really was left behind."""
+"""Times and errors of an exchange; errors are compared with the residuals."""
 
 from __future__ import annotations
 

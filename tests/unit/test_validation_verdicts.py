@@ -82,7 +82,7 @@ def test_keys_that_are_newer_than_a_record_count_at_their_defaults(shipped: Path
     assert verdicts_on(four)
     assert not verdicts_on(compression(**{**FOUR, "quantize": {"bits": 4, "block": 128}}))
     write_verdicts(shipped, [old.model_copy(update={"settings": {**older, "gone": 1}})])
-    assert len(verdicts_on(four)) == 1  # the first record; a key that nobody knows fits nothing
+    assert len(verdicts_on(four)) == 1  # the first record; an unknown key matches nothing
 
 
 def test_the_file_beside_comes_before_the_package_s(shipped: Path, tmp_path: Path) -> None:

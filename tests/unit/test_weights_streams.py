@@ -29,7 +29,7 @@ WORLD = 2
 
 @pytest.fixture(autouse=True)
 def _no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed asks for this process's number before it says nothing."""
+    """DeepSpeed reads the rank before it decides not to log."""
     monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)
 
 
