@@ -125,7 +125,7 @@ class Keeping(Section):
         default=False,
         description="Keep the inputs of all recomputations but the last in pinned host memory. "
         "They are copied out while the next block runs, and back before their recomputation: "
-        "twice their bytes over the bus a step. Useful if a block computes longer than its "
+        "twice their bytes over the bus per step. Useful if a block computes longer than its "
         "input's copy takes. Same as cpu_checkpointing in activation_checkpointing.",
     )
     offload_prefetch: Annotated[int, _CHECKPOINTING] = Field(
@@ -154,7 +154,7 @@ class Keeping(Section):
     ] = Field(
         default=False,
         description="Split inputs of blocks over the tensor-parallel group, whose n ranks hold "
-        "equal inputs: each keeps 1/n of the bytes. Costs one all-gather of each input a step. "
+        "equal inputs: each keeps 1/n of the bytes. Costs one all-gather of each input per step. "
         "Training stops if values differ between ranks. Requires AutoTP or an mpu given to "
         "initialize or attach. Same as partition_activations.",
     )

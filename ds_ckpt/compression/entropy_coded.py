@@ -1,4 +1,4 @@
-"""About one bit an entry: a quantizer with a dead zone and a Rice code of its positions.
+"""About one bit per entry: a quantizer with a dead zone and a Rice code of its positions.
 
 Entries below a threshold t stay as residual. Of the others the place, the sign and a level are
 sent: level 0 up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean
@@ -64,10 +64,10 @@ _LOW_BITS = sum(1 << 8 * i for i in range(8))
 
 
 class EntropyCoded(Method, Codec):
-    """Entropy-coded values: the larger entries in a few levels, at fixed bits an entry."""
+    """Entropy-coded values: the larger entries in a few levels, at fixed bits per entry."""
 
     name = "entropy_coded"
-    about = "the larger entries in a few levels, entropy-coded in about one bit an entry or less"
+    about = "the larger entries in a few levels, entropy-coded in about one bit per entry or less"
     example = '{"bits": 1.0}'
     presets = {
         "1bit": {"entropy_coded": {"bits": 1.0}},
@@ -78,7 +78,7 @@ class EntropyCoded(Method, Codec):
         ge=0.05,
         le=2,
         allow_inf_nan=False,
-        description="Bits an entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
+        description="Bits per entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
         "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
         "tail, as gradients have it, leaves less. Below 2^17 entries each takes longer, as some "
         "hundreds of operators run whatever their number.",

@@ -64,7 +64,7 @@ class Quantize(Method, Codec):
 
     bits: Annotated[Bits, WHOLE_NUMBER, Expects("8, 4, 3 or 2", "3")] = Field(
         default=3,
-        description="Bits of a value, beside 16 bits of scale a block. 8, 4 and 3: even steps "
+        description="Bits of a value, beside 16 bits of scale per block. 8, 4 and 3: even steps "
         "up to the block's largest magnitude. 2: the four levels that suit a Gaussian best. "
         "Fewer are fewer bytes and a larger rounding error: on Gaussian entries in blocks of "
         "64 its RMS is 0.6%, 9.5%, 19% and 34% of theirs. 3 is the fewest that validation "
@@ -73,7 +73,7 @@ class Quantize(Method, Codec):
     )
     block: Annotated[Block, WHOLE_NUMBER, Expects("32, 64, 128 or 256", "64")] = Field(
         default=64,
-        description="Neighbouring entries that share a scale: 16 / block bits an element. Shorter "
+        description="Neighbouring entries that share a scale: 16 / block bits per element. Shorter "
         "blocks round finer and send more: at 3 bits 64 is 3.25 bits, 4.92 times less than bf16.",
     )
 

@@ -47,7 +47,7 @@ class ErrorFeedbackConfig(Section):
 
     enabled: bool = Field(True, description="Keep one residual per compressed parameter.")
     dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
-        "fp32", description="Type of residuals: 8, 4 or 2.1 bytes an entry."
+        "fp32", description="Type of residuals: 8, 4 or 2.1 bytes per entry."
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
         "accelerator", description='Device of residuals; "cpu": pinned host memory.'
@@ -74,7 +74,7 @@ class ExchangeConfig(Section):
     when: Annotated[Literal["auto", "micro_step", "accumulation_boundary"], _ANY_METHOD] = Field(
         "auto",
         description='Exchanges with gradient accumulation. "accumulation_boundary": one per step '
-        '(4 bytes a parameter if there are no residuals). "micro_step": one per micro-step. '
+        '(4 bytes per parameter if there are no residuals). "micro_step": one per micro-step. '
         '"auto": the boundary if there are residuals.',
     )
     autotune: Annotated[bool, _LOSSY] = Field(

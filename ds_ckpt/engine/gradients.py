@@ -123,9 +123,9 @@ class Gradients:
         assignment, feedback = self.assignment, self.feedback
         where = "between nodes" if self.groups.levels == 2 else "between ranks"
         how = ", ".join(f"{c} on {n}" for c, (n, _, _) in assignment.by_compressor().items())
-        facts = [f"{how} tensors: {assignment.share:.2%} of the dense gradient bytes {where}"]
+        facts = [f"{how} tensors: {assignment.share:.2%} of uncompressed gradient bytes {where}"]
         if self._exchanges_once:
-            facts.append("one exchange an accumulated step")
+            facts.append("one exchange per accumulated step")
         if feedback is not None:
             memory = "host memory" if feedback.on_host else "memory"
             facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")

@@ -116,7 +116,7 @@ class Tuner:
         if torch.distributed.get_rank(self._group) == 0 and self.choice != before:
             times = zip(self.candidates, medians_s, strict=True)
             log.info(
-                "ds_ckpt: autotune: %s: %s (ms a step: %s%s)",
+                "ds_ckpt: autotune: %s: %s (ms per step: %s%s)",
                 self._subject,
                 self.choice,
                 ", ".join(f"{name} {1e3 * s:.1f}" for name, s in times),

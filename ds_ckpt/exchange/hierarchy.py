@@ -124,7 +124,7 @@ def make_groups(group: Any, levels: Levels) -> Groups:
     if isinstance(hosts, str):
         if levels != 2:
             return Groups(group)
-        why = f"{hosts}; two levels need several ranks a node, equally many"
+        why = f"{hosts}; two levels need several ranks per node, equally many"
         remedy = 'write "auto" or 1, or give every node of the hostfile the same slots'
         raise UnsupportedError(Problem("$.ds_ckpt.compression.exchange.levels", "2", why, remedy))
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))

@@ -88,7 +88,7 @@ def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path) -> Non
     for without, with_us, resumed in zip(plain, ours, again, strict=True):
         assert "Top-K" in with_us["summary"]
         assert "momentum correction" in with_us["summary"]
-        assert "one exchange an accumulated step" in with_us["summary"]
+        assert "one exchange per accumulated step" in with_us["summary"]
         assert with_us["losses"][0] == without["losses"][0]
         assert with_us["losses"] != without["losses"]
         gaps = [abs(a - b) for a, b in zip(with_us["losses"], without["losses"], strict=True)]

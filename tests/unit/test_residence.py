@@ -80,7 +80,7 @@ def test_the_shorter_step_is_kept(resident_s: float, caplog: pytest.LogCaptureFi
     assert run.hook.made == resident
     where = "lossless" if resident else "deepspeed"
     (line,) = caplog.messages
-    assert f"resident weights: {where} (ms a step: lossless {1e3 * resident_s:.1f}" in line
+    assert f"resident weights: {where} (ms per step: lossless {1e3 * resident_s:.1f}" in line
 
 
 def test_skipped_steps_and_steps_of_another_comparison_do_not_count() -> None:

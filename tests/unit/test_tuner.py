@@ -132,7 +132,7 @@ def test_without_a_significant_difference_the_baseline_wins(
     assert drive(tuner, 1) == ["ours"]
     (line,) = [r.message for r in caplog.records]
     assert line == (
-        "ds_ckpt: autotune: things: other (ms a step: ours 1000.0, other 1000.0; no significant "
+        "ds_ckpt: autotune: things: other (ms per step: ours 1000.0, other 1000.0; no significant "
         "difference)"
     )
 

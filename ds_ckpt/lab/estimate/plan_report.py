@@ -47,13 +47,13 @@ def show(search: Search, best: Candidate, console: Console) -> None:
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
         f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
-        f"sequences ({question.tokens / 1e6:.2f} M tokens) a step; loss: {question.loss}"
+        f"sequences ({question.tokens / 1e6:.2f} M tokens) per step; loss: {question.loss}"
     )
     console.print(f"\n[bold]Best:[/bold] {best.setting.describe()}")
     console.print(
-        f"  {question.tokens / step.seconds:,.0f} tokens/s, {step.seconds:.3g} s a step; "
+        f"  {question.tokens / step.seconds:,.0f} tokens/s, {step.seconds:.3g} s per step; "
         f"{best.needed_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB (90% of the "
-        f"accelerator's), {best.host_bytes / GIB:.1f} GiB of host memory a rank"
+        f"accelerator's), {best.host_bytes / GIB:.1f} GiB of host memory per rank"
     )
     if best.setting.method.betas:
         b1, b2 = best.setting.method.betas
@@ -82,7 +82,7 @@ def _show_alternatives(search: Search, console: Console) -> None:
     found = alternatives(search)
     fitting = [(name, one) for name, one in found.items() if one is not None]
     fitting.sort(key=lambda item: item[1].step.seconds)
-    rows = [("", "s a step", "tokens/s", "GiB")]
+    rows = [("", "s per step", "tokens/s", "GiB")]
     for name, one in fitting:
         seconds, rate = one.step.seconds, search.question.tokens / one.step.seconds
         rows.append(

@@ -48,10 +48,10 @@ HOST_BYTES = 512 * GIB
 """Memory of a node for offloaded tensors."""
 OWN_FIGURES = (
     Figure("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
-    Figure("coding a lossless change, s an element", LOSSLESS_S, "measured: docs/weights.md"),
+    Figure("coding a lossless change, s per element", LOSSLESS_S, "measured: docs/weights.md"),
     Figure("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
     Figure("backward over forward", 2.0, "guess: two products for each of the forward's"),
-    Figure("memory traffic of AdamW, bytes an element", UPDATE_BYTES, "guess: counted by hand"),
+    Figure("memory traffic of AdamW, bytes per element", UPDATE_BYTES, "guess: counted by hand"),
     Figure("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
 )
 """Figures beside the hardware's."""
