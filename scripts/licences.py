@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences
 
-Of ds_ckpt: MIT ([LICENSE](https://opensource.org/license/mit)). Of the packages that it needs, from
+ds_ckpt: MIT ([LICENSE](https://opensource.org/license/mit)). The packages that it needs, from
 their own metadata, by `python scripts/licences.py`. None of them is part of the wheel.
 
 """

@@ -1,10 +1,10 @@
 """About one bit per entry: a quantizer with a dead zone and a Rice code of its positions.
 
-Entries below a threshold t stay as residual. Of the others the place, the sign and a level are
-sent: level 0 up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean
-magnitude of its entries, level i to a * 1.5^i with a fitted by least squares. What is sent is then
-a projection: the residual never has more energy than there was. At low rates such a quantizer with
-an entropy coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
+Entries below a threshold t stay as residual. The others are sent as place, sign and level: level 0
+up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean magnitude of
+its entries, level i to a * 1.5^i with a fitted by least squares. The sent values are a projection:
+the residual never has more energy than there was. At low rates such a quantizer with an entropy
+coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
 
 t is the smallest for which the code fits its bytes, found in a sample's histogram. So the size
 depends on the number of entries alone, and there is no state. If the code turns out longer than the
@@ -78,9 +78,9 @@ class EntropyCoded(Method, Codec):
         ge=0.05,
         le=2,
         allow_inf_nan=False,
-        description="Bits per entry, beside 24 bytes for each 2^20 entries of a shard or fewer. Of "
-        "normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; a heavier "
-        "tail, as gradients have it, leaves less. Below 2^17 entries each takes longer, as some "
+        description="Bits per entry, beside 24 bytes for each 2^20 entries of a shard or fewer. "
+        "For normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; the "
+        "heavier tail of gradients leaves less. Below 2^17 entries each takes longer, because some "
         "hundreds of operators run whatever their number.",
     )
 

@@ -133,7 +133,7 @@ class RuleConfig(_WithMethods):
     match: Annotated[Name, Expects("a pattern over parameter names", '"*embed*"')] = Field(
         description="Shell pattern (fnmatch) over parameter names."
     )
-    method: str = Field(description='How these tensors are sent; "dense": uncompressed.')
+    method: str = Field(description='Method of these tensors; "dense": uncompressed.')
     dims: int | None = Field(None, ge=1, description="Number of dimensions; default: any.")
     min_numel: int | None = Field(None, ge=0, description="Smallest number of entries.")
     max_numel: int | None = Field(None, ge=0, description="Largest number of entries.")

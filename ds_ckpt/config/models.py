@@ -38,7 +38,7 @@ class PluginConfig(Section):
     """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
 
     activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")
-    compression: CompressionConfig = section(CompressionConfig, "How gradients are sent.")
+    compression: CompressionConfig = section(CompressionConfig, "Compression of gradients.")
     weights: WeightsConfig = section(WeightsConfig, "Copies of the weights on every node.")
     telemetry: TelemetryConfig = section(TelemetryConfig, "Records of bytes and collectives.")
 

@@ -184,9 +184,9 @@ class ExchangeSettings:
         return all(s.kind.lossless for s in (self.default, *(r.settings for r in self.rules)))
 
     def holds_back(self, accumulation: int) -> bool:
-        """Return whether gradients are exchanged once a step, of so many micro-steps.
+        """Return whether gradients are exchanged once per step of so many micro-steps.
 
-        Earlier micro-steps are added to the residuals. Without residuals it has to be asked for.
+        Earlier micro-steps are added to the residuals. Without residuals: only on request.
         """
         if accumulation == 1 or self.when == "micro_step":
             return False

@@ -1,13 +1,13 @@
-"""Choice of an option for each block, so that all fits and the least is recomputed. Pure numbers.
+"""Choose an option for each block: all fit, and the least is recomputed. Pure numbers.
 
 When backward is at block i, it needs what the blocks before i hold, and what block i needs for its
 own backward. With `head` (saved outside of blocks before the last one has ended) and `tail` that is
 
     need_i = max(full_i, held_i + need_{i+1}),   need_n = tail,   head + need_0 <= budget
 
-Of two ways to treat the blocks from i on, one that needs no less and costs no less is never better:
-only the Pareto front is carried from the last block to the first. Beyond `limit` points, of those
-that need nearly the same the cheapest stays.
+If one choice for the blocks from i on needs no less and costs no less than another, it is never
+better: only the Pareto front is carried from the last block to the first. Beyond `limit` points,
+the cheapest of nearly equal needs stays.
 """
 
 from __future__ import annotations

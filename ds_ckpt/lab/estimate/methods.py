@@ -60,7 +60,7 @@ class Method:
 
     @property
     def betas(self) -> tuple[float, float] | None:
-        """AdamW's betas that its verdicts hold with; None: the usual."""
+        """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
     def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:

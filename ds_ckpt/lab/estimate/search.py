@@ -125,7 +125,7 @@ class Setting:
 
     @property
     def departures(self) -> tuple[bool, int]:
-        """From plain DeepSpeed: whether gradients are rounded, and how many settings differ."""
+        """Distance from plain DeepSpeed: rounded gradients, then the number of settings changed."""
         settings = self.method.settings
         differ = (settings is not None, self.weights != ZERO3, self.offload, self.policy != "none")
         return settings is not None and not settings.lossless, sum(differ)

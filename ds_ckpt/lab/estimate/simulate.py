@@ -100,7 +100,7 @@ class Gradients:
     """Exchange of gradients, by element of the model; seconds of one rank.
 
     Attributes:
-        hold_s: of adding to the residuals in micro-steps that send nothing.
+        hold_s: time of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: only in the last micro-step.
         ring: DeepSpeed's own, inside and between nodes at the same time.

@@ -2,8 +2,8 @@
 
 Steps of one trial follow each other and share their disturbances; repetitions are apart in time.
 Intervals are therefore a jackknife over repetitions: each figure is computed again without each
-repetition, for all configurations at once. What a slow repetition does to both sides of a
-comparison cancels.
+repetition, for all configurations at once. The effect of a slow repetition on both
+sides of a comparison cancels.
 """
 
 from __future__ import annotations

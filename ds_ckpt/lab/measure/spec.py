@@ -87,7 +87,7 @@ class Spec:
 
     Placements of weights and DeepSpeed baselines are measured beside `stock`. `sections` are from
     users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`. Rates are in Mbit/s;
-    None is not limited. Of a trial, `drop` steps are not timed. `shape` is the built-in Llama's.
+    None is not limited. `drop` steps of a trial are not timed. `shape` is the built-in Llama's.
     """
 
     where: Where = "emulated"

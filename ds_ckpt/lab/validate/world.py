@@ -246,8 +246,8 @@ def sixteen_bit_step_bytes(
 ) -> float:
     """Return the bytes that the busiest worker sends in a compressed step with bf16 gradients.
 
-    The warm-up is left out. What `exchange.metric` sends in every `EVERY`-th step is sent in the
-    first of two.
+    The warm-up is left out. The all-reduce of `exchange.metric`, in every `EVERY`-th step, is in
+    the first of two.
     """
     workers = VirtualWorkers(
         replace(settings, warmup_steps=0),
