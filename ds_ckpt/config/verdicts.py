@@ -23,7 +23,7 @@ from ds_ckpt.telemetry.timings import ResidualStats
 
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
-Word = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
+Verdict = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 Loss = Literal["equal", "any"]
 """Accepted loss: none that validation found, any, or a share of the loss."""
 
@@ -44,7 +44,7 @@ class VerdictRecord(BaseModel):
 
     preset: str
     settings: dict[str, Any]
-    verdict: Word
+    verdict: Verdict
     task: str
     data: str
     model: str

@@ -226,13 +226,13 @@ class ExchangeSettings:
             return 0.0
         return self.momentum
 
-    def metric(self, add_up: Callable[[Tensor], None]) -> PreconditionerEstimate | None:
+    def metric(self, all_reduce: Callable[[Tensor], None]) -> PreconditionerEstimate | None:
         """Return the preconditioner estimate if a codec uses it."""
         every = (s.compressor() for s in (self.default, *(r.settings for r in self.rules)))
         wanted = any(
             c is not None and c.codec is not None and c.codec.uses_preconditioner for c in every
         )
-        return PreconditionerEstimate(add_up) if wanted else None
+        return PreconditionerEstimate(all_reduce) if wanted else None
 
 
 def embeddings_of(model: torch.nn.Module) -> frozenset[str]:

@@ -22,7 +22,7 @@ IN_FLIGHT = 8
 
 
 @dataclass
-class Flight:
+class InFlight:
     """One chunk in flight; `outgoing` is kept until it is sent."""
 
     handle: Any
@@ -56,14 +56,14 @@ class ReplicaTransfer:
         self._all_to_all_single = all_to_all_single
         self._others = [owner for owner in layout.replicated if owner != layout.rank]
         self._waiting: deque[tuple[Tensor, dict[int, int]]] = deque()
-        self._flying: deque[Flight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self.received = 0
         """Chunks received since `start`."""
 
     @property
     def is_active(self) -> bool:
         """Return whether chunks are in flight."""
-        return bool(self._flying)
+        return bool(self._in_flight)
 
     def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:
         """Send one packet per chunk, uint8, as far as the bound allows.
@@ -80,12 +80,12 @@ class ReplicaTransfer:
 
     def receive(self) -> dict[int, Tensor]:
         """Wait for the next chunk. Returns its packets by owner, on the device that sent them."""
-        flight = self._flying.popleft()
+        chunk = self._in_flight.popleft()
         self.received += 1
-        if flight.handle is not None:
-            flight.handle.wait()
+        if chunk.handle is not None:
+            chunk.handle.wait()
         self._launch()
-        return self._by_owner(flight)
+        return self._by_owner(chunk)
 
     def exchange(self, numbers: list[int]) -> dict[int, list[int]]:
         """Send equally many integers from each owner to its replicas. Returns them by owner."""
@@ -95,11 +95,11 @@ class ReplicaTransfer:
         return {owner: part.view(torch.int64).tolist() for owner, part in arrived.items()}
 
     def _launch(self) -> None:
-        while self._waiting and len(self._flying) < IN_FLIGHT:
+        while self._waiting and len(self._in_flight) < IN_FLIGHT:
             packet, lengths = self._waiting.popleft()
-            self._flying.append(self._deliver(packet, lengths, async_op=True))
+            self._in_flight.append(self._deliver(packet, lengths, async_op=True))
 
-    def _deliver(self, packet: Tensor, by_owner: dict[int, int], *, async_op: bool) -> Flight:
+    def _deliver(self, packet: Tensor, by_owner: dict[int, int], *, async_op: bool) -> InFlight:
         layout, from_host = self._layout, on_host(packet.device)
         lengths = [by_owner.get(rank, 0) for rank in range(layout.world)]
         to = [rank for rank in layout.replicas(layout.rank) if rank != layout.rank]
@@ -111,13 +111,13 @@ class ReplicaTransfer:
         handle = self._all_to_all_single(
             incoming, outgoing, lengths, send, group=self._group, async_op=async_op
         )
-        return Flight(handle, outgoing, incoming, lengths, from_host)
+        return InFlight(handle, outgoing, incoming, lengths, from_host)
 
-    def _by_owner(self, flight: Flight) -> dict[int, Tensor]:
-        incoming = flight.incoming.cpu() if flight.from_host else flight.incoming
+    def _by_owner(self, chunk: InFlight) -> dict[int, Tensor]:
+        incoming = chunk.incoming.cpu() if chunk.from_host else chunk.incoming
         if not on_host(incoming.device):
             incoming.record_stream(_stream(incoming))
-        packets = incoming.split(flight.lengths)
+        packets = incoming.split(chunk.lengths)
         return {owner: packets[owner].clone() for owner in self._others}  # views must be aligned
 
 

@@ -228,7 +228,7 @@ def _arrival_not_waited_for(patched: pytest.MonkeyPatch) -> None:
     receive = transfer.ReplicaTransfer.receive
 
     def at_once(sender: transfer.ReplicaTransfer) -> dict[int, Tensor]:
-        sender._flying[0].handle = None
+        sender._in_flight[0].handle = None
         return receive(sender)
 
     patched.setattr(transfer.ReplicaTransfer, "receive", at_once)

@@ -85,18 +85,18 @@ def check_hosts(hosts: Backend) -> None:
 
 def unreachable(hosts: Backend) -> list[Problem]:
     """Return the hosts that no longer answer, for a run that has failed."""
-    gone = hosts.gone()
+    ended = hosts.ended()
     # all others are reached through the first one
-    asked = gone if gone and gone[0] == hosts.names[0] else hosts.names
+    names = ended if ended and ended[0] == hosts.names[0] else hosts.names
 
-    def ask(name: str) -> Problem | None:
-        code, output = (255, "the node has ended") if name in gone else _try(hosts, name, ["true"])
+    def problem(name: str) -> Problem | None:
+        code, output = (255, "the node has ended") if name in ended else _try(hosts, name, ["true"])
         why = "the node dropped out of the network, or its link is down"
         remedy = "check the machine and its link; then repeat the command, which continues the run"
         return Problem(name, f"no answer: {output}", why, remedy) if code == 255 else None
 
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return [found for found in pool.map(ask, asked) if found]
+    with ThreadPoolExecutor(len(names)) as pool:
+        return [found for found in pool.map(problem, names) if found]
 
 
 def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:

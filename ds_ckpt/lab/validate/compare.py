@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.config.verdicts import VerdictRecord, Word, decisive
+from ds_ckpt.config.verdicts import Verdict, VerdictRecord, decisive
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.equivalence import Interval, judge, more_seeds
 from ds_ckpt.lab.validate.experiment import DENSE, Candidate, Plan, Results
@@ -21,7 +21,7 @@ from ds_ckpt.telemetry.timings import ResidualStats
 
 MARGINS = {"loss": 0.005, "accuracy": 0.01}
 """Differences that do not count: a share of the dense held-out loss, and of the examples."""
-EXIT_CODES: dict[Word, int] = {"inconclusive": 2, "worse": 1, "different": 1}
+EXIT_CODES: dict[Verdict, int] = {"inconclusive": 2, "worse": 1, "different": 1}
 """By verdict; 0 for all others."""
 
 
@@ -56,7 +56,7 @@ def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -
     keys = [(plan.key(DENSE, s), plan.key(candidate, s)) for s in plan.seeds]
     pairs = [(results[dense], results[ours]) for dense, ours in keys]
     gaps = [_difference(dense, ours, spec.metric) for dense, ours in pairs]
-    verdict: Word
+    verdict: Verdict
     interval, reason = None, ""
     if candidate.lossy:
         verdict, interval = judge(gaps, margin, step=grid_step(task))

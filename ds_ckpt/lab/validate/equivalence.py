@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from scipy import special
 
-from ds_ckpt.config.verdicts import Word
+from ds_ckpt.config.verdicts import Verdict
 
 ALPHA = 0.05
 MAX_SEEDS = 1000
@@ -57,7 +57,7 @@ def paired(
 
 def judge(
     differences: Sequence[float], margin: float, *, step: float = 0.0
-) -> tuple[Word, Interval | None]:
+) -> tuple[Verdict, Interval | None]:
     """Compare a compressed configuration with dense training.
 
     `equivalent`: within the margin on both sides; a configuration whose true difference is the
