@@ -49,7 +49,7 @@ class Backend:
         """Run a quick command on a host; subprocess.TimeoutExpired after `SSH_S`."""
         raise NotImplementedError
 
-    def ended(self) -> list[str]:
+    def ended_names(self) -> list[str]:
         """Return hosts that are known to have ended."""
         return []
 

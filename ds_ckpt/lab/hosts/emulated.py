@@ -184,7 +184,7 @@ class EmulatedHosts(Backend):
         ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host, shlex.join(argv)]
         return run_quick(self.hosts[0].command(ssh, folder=Path("/")))
 
-    def ended(self) -> list[str]:
+    def ended_names(self) -> list[str]:
         """Return hosts whose first process has ended."""
         return [host.name for host in self.hosts if namespace(host.pid) is None]
 

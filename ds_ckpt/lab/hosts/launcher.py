@@ -85,7 +85,7 @@ def check_hosts(hosts: Backend) -> None:
 
 def unreachable(hosts: Backend) -> list[Problem]:
     """Return the hosts that no longer answer, for a run that has failed."""
-    ended = hosts.ended()
+    ended = hosts.ended_names()
     # all others are reached through the first one
     names = ended if ended and ended[0] == hosts.names[0] else hosts.names
 
