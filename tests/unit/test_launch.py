@@ -226,7 +226,7 @@ def test_gpus_are_used_where_there_are_enough(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no hosts"),
+        ("", "no nodes"),
         ("node1\n", "line 1"),
         ("node1 slots=0\n", "line 1"),
         ("node1 8\n", "line 1"),
