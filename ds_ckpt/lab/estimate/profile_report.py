@@ -21,7 +21,7 @@ def document(profile: Profile) -> Document:
         f"{profile.model}: {profile.class_name}, {count(states.parameters_count)} "
         f"parameters, {profile.dtype}; batch {first.batch} of {first.tokens} tokens"
     )
-    hosts = f"on {states.hosts} nodes" if states.hosts and states.hosts > 1 else ""
+    hosts = f" on {states.hosts} nodes" if states.hosts and states.hosts > 1 else ""
     assumed = ", assumed" if states.assumed else ""
     kept = f"One rank of {states.world}{hosts}, ZeRO stage {states.zero_stage}{assumed}"
     found: list[Block] = []
