@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import Any
 
 import tomllib
 
+from ds_ckpt.lab.measure.figures import Estimate
+from ds_ckpt.lab.measure.findings import ComparisonRow
+from ds_ckpt.lab.measure.report import share_chart
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Panel, Rows, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +62,16 @@ def bytes_of_a_step() -> Panel:
         [Band("", widths)],
         notes=[f"{width:.3g} MB" for width in widths],
     )
+
+
+def share_paid() -> Panel:
+    """The share of recomputation that compression pays for, by link rate: a run of `measure`."""
+    rows = json.loads((RESULTS / "measure" / "shares.json").read_text())["comparisons"]
+    for row in rows:
+        for name, ends in row["values"].items():
+            known = {end: math.nan if value is None else value for end, value in ends.items()}
+            row["values"][name] = Estimate(**known)
+    return share_chart([ComparisonRow(**row) for row in rows])
 
 
 def loss_against_bytes() -> Panel:
@@ -279,6 +293,7 @@ def main() -> None:
     FIGURES.mkdir(exist_ok=True)
     for draw in (
         bytes_of_a_step,
+        share_paid,
         loss_against_bytes,
         memory_of_a_step,
         architecture,

@@ -52,7 +52,7 @@ def measure(
     ] = "none,block",
     methods: Annotated[
         str, Option(help="Compression methods to compare, beside `stock`, `dense` and `no_comm`.")
-    ] = "4bit",
+    ] = "topk,powersgd,3bit",
     weights: Annotated[
         str, Option(help="Resident weights to add: `whole`, `lossless` or DeepSpeed files.")
     ] = "",

@@ -16,7 +16,7 @@ def number(value: float) -> str:
         return "-"
     if value == 0:
         return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    decimals = max(0, 2 - int(f"{value:.2e}".partition("e")[2]))  # of the rounded value
     return f"{value:.{min(decimals, 4)}f}"
 
 

@@ -17,7 +17,7 @@ from ds_ckpt.lab.hosts.sets import owner_of
 from ds_ckpt.lab.measure.samples import Store, Trial
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
-FEW = ["--steps=2", "--tokens=32", "--batch=2", "--repetitions=1"]
+FEW = ["--steps=2", "--tokens=32", "--batch=2", "--repetitions=1", "--methods=4bit"]
 LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"]
 """Bytes that nobody counts, those of headers, are less than a hundredth of its messages."""
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt.lab.measure.findings import byte_notes
 from ds_ckpt.lab.measure.parts import PARTS
+from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.worker import build_model
@@ -99,6 +101,7 @@ def test_interface_bytes_are_the_sum_of_the_purposes_within_3_percent(measured: 
         # one process a host: nothing goes over loopback
         assert sum(trial.link_bytes) == pytest.approx(trial.interface_bytes, rel=0.001)
         assert len(trial.link_bytes) == 2
+    assert byte_notes(Report.of(measured).findings) == []
 
 
 def test_configurations_send_the_expected_bytes(measured: Path) -> None:

@@ -14,9 +14,10 @@ from ds_ckpt.lab.measure.spec import Configuration, Spec
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02
 WEIGHTS_MB = 20.0
 GRADIENTS_MB = {"stock": 20.0, "dense": 10.0, "4bit": 1.25, "no_comm": 0.0}
+GRADIENTS_MB |= {"topk": 0.2, "powersgd": 0.5, "3bit": 1.0}
 CHANGED_MB = {"whole": 8.0, "lossless": 2.0, "zero2": 8.0}
 STORED_MB = {"stock": 1.0, "whole": 2.0, "lossless": 2.0, "zero2": 1.5}
-SPEC = Spec(rates=(100.0, 400.0, 1600.0), repetitions=5)
+SPEC = Spec(methods=("4bit",), rates=(100.0, 400.0, 1600.0), repetitions=5)
 
 
 def seconds(mb: float, rate_mbit: float) -> float:

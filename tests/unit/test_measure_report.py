@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +24,13 @@ from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
 
-GOLDEN = Path(__file__).parent / "golden" / "measure_report.md"
-PLOTS = ("parts-0", "parts-1", "parts-2", "bytes-0")
+GOLDEN = Path(__file__).parent / "golden"
+SENTENCE = (
+    "At 100 Mbit/s recomputation costs 0.100 s a step. 4-bit quantization frees 0.700 s of the "
+    "link and shortens the step by 0.680 s: it pays for all of the recomputation. Both together "
+    "change the step by -0.580 s (95%: -0.580 to -0.580 s)."
+)
+PLOTS = ("shares", "parts-0", "parts-1", "parts-2", "bytes-0")
 RUN = {
     "started_utc": "2030-01-01T00:00:00+00:00",
     "command": "ds-ckpt measure --output x",
@@ -57,17 +65,56 @@ def page(run_folder: Path) -> str:
 
 def test_the_text_is_the_golden_one(run_folder: Path) -> None:
     """Write it anew with REWRITE_GOLDEN=1, and read the difference."""
-    text = (run_folder / "report.md").read_text()
+    _is_golden("measure_report.md", (run_folder / "report.md").read_text())
+
+
+def test_the_pages_first_screen_is_the_golden_one(page: str) -> None:
+    """Sentence, table and chart, up to the next heading."""
+    first, *_ = page[page.index("<body>") :].partition("<h2>")
+    _is_golden("measure_first_screen.html", re.sub(r"<svg.*?</svg>", "<svg/>", first, flags=re.S))
+
+
+def _is_golden(name: str, text: str) -> None:
     if os.environ.get("REWRITE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+        (GOLDEN / name).write_text(text)
+    assert text == (GOLDEN / name).read_text()
 
 
-def test_a_terminal_shows_the_first_table_and_the_headline(run_folder: Path) -> None:
-    result = CliRunner().invoke(app, ["report", str(run_folder)], env={"COLUMNS": "80"})
+def test_the_headline_is_the_first_line_everywhere(run_folder: Path, page: str) -> None:
+    result = CliRunner().invoke(app, ["report", str(run_folder)], env={"COLUMNS": "300"})
     assert result.exit_code == 0, result.output
-    for text in ("none/stock", "block/4bit", "steps are 1.31x", "report.html"):
+    assert result.output.splitlines()[0] == SENTENCE
+    assert (run_folder / "report.md").read_text().splitlines()[0] == f"# {SENTENCE}"
+    assert f"<body>\n<h1>{SENTENCE}</h1>" in page
+    for text in ("4-bit quantization pays for", "none/stock", "block/4bit", "report.html"):
         assert text in result.output, text
+
+
+@pytest.mark.slow
+def test_sentence_table_and_chart_are_on_the_first_screen(tmp_path: Path) -> None:
+    """Of a browser with 1280 x 800 pixels, without scrolling."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        assert "CI" not in os.environ, "chromium is missing (on Debian: the package chromium)"
+        pytest.skip("there is no chromium")
+    spec = replace(known.SPEC, methods=("topk", "powersgd", "3bit"))
+    folder = write_run(tmp_path / "run", spec)
+    Report.of(folder).write(folder)
+    look = """<script>document.title = JSON.stringify(["h1", "table", "figure svg"].map(one => {
+      const box = document.querySelector(one).getBoundingClientRect();
+      return [one, box.left, box.top, box.right, box.bottom]}))</script></body>"""
+    page = folder / "report.html"
+    page.write_text(page.read_text().replace("</body>", look))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'p'}"]
+    options += ["--window-size=1280,800", "--dump-dom", page.as_uri()]
+    shown = subprocess.run([chromium, *options], capture_output=True, text=True, timeout=60)
+    boxes = json.loads(html.unescape(re.findall("<title>(.*?)</title>", shown.stdout)[0]))
+    assert [one for one, *_ in boxes] == ["h1", "table", "figure svg"]
+    end = 0.0
+    for one, left, top, right, bottom in boxes:
+        assert end <= top < bottom <= 800, (one, top, bottom)
+        assert 0 <= left < right <= 1280, (one, left, right)
+        end = bottom
 
 
 def test_the_page_needs_no_network(page: str) -> None:
@@ -86,6 +133,7 @@ def test_every_plot_has_its_data(page: str) -> None:
     drawn = _plots(page)
     assert tuple(drawn) == PLOTS
     wanted = {
+        "shares": ["100 Mbit/s", "4-bit quantization", "all of the recomputation", "200% or more"],
         "parts": ["none/stock", "block/4bit", "network: backward", "compression"],
         "bytes": ["none/stock", "reduce", "gather recompute"],
     }
@@ -103,9 +151,9 @@ def test_the_numbers_are_those_of_the_samples(run_folder: Path) -> None:
     data = json.loads((run_folder / "report.json").read_text())
     assert data["spec"]["rates"] == [100.0, 400.0, 1600.0]
     (one,) = [c for c in data["comparisons"] if c["rate_mbit"] == 100.0]
-    freed = known.seconds(8.75, 100.0) - known.PACKING_S
-    assert one["values"]["time_freed_s"]["value"] == pytest.approx(freed)
-    assert f"{freed:.2f}" in (run_folder / "report.md").read_text()
+    shorter = known.seconds(8.75, 100.0) - known.PACKING_S
+    assert one["values"]["shorter_s"]["value"] == pytest.approx(shorter)
+    assert data["headline"] == SENTENCE
     row = next(r for r in data["rows"] if r["configuration"] == "block/4bit")
     assert (row["policy"], row["method"], row["weights"]) == ("block", "4bit", "stock")
     assert row["step_s"]["value"] == pytest.approx(known.step("block/4bit", 100.0).step_s)
@@ -121,18 +169,17 @@ def test_placements_of_weights_are_in_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_missing_parts_come_first_and_json_has_no_nan(tmp_path: Path) -> None:
-    """Stopped in the second repetition; recomputation that costs nothing has no share."""
+    """Stopped in the second repetition."""
     folder = write_run(tmp_path / "run", replace(known.SPEC, rates=(100.0, 400.0)))
     samples = Store(folder).read()
     (folder / "samples.jsonl").unlink()
     for sample in samples:
         if isinstance(sample, Trial) and sample.repetition == 0:
-            free = {"recompute": 0.0, "network_recompute": 0.0}
-            steps = [t.model_copy(update={"parts_s": t.parts_s | free}) for t in sample.steps]
-            Store(folder).append(sample.model_copy(update={"steps": tuple(steps)}))
+            Store(folder).append(sample)
     report = Report.of(folder)
     text = report.document().markdown()
-    first = text.partition("## Summary\n\n- ")[2].partition("\n")[0]
+    sentence, _, first, *_ = text.splitlines()
+    assert "in the only repetition, which gives no interval" in sentence
     assert first.startswith("INCOMPLETE: 100 Mbit/s: 1 of 5 repetitions; 400 Mbit/s: 1 of 5")
     assert "nan" not in text
     report.write(folder)
@@ -141,7 +188,7 @@ def test_missing_parts_come_first_and_json_has_no_nan(tmp_path: Path) -> None:
         raise AssertionError(word)
 
     data = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
-    assert data["comparisons"][0]["values"]["share_paid"]["value"] is None
+    assert data["comparisons"][0]["values"]["share_paid"]["low"] is None
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

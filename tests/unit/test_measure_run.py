@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -26,7 +27,7 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 ) -> None:
     """Jobs list what is missing; the first launch measures one trial and fails."""
     launched: list[dict[str, Any]] = []
-    folder, backend, spec = tmp_path / "run", MagicMock(), Spec(repetitions=1)
+    folder, backend, spec = tmp_path / "run", MagicMock(), Spec(methods=("4bit",), repetitions=1)
     backend.describe.return_value = "hosts"
 
     def launch(_backend: Any, _module: str, job: dict[str, Any], *_: Any, **options: Any) -> None:
@@ -41,7 +42,7 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 
     def begin(**changes: Any) -> None:
         run.measure(
-            Spec(**{"repetitions": 1, **changes}),
+            Spec(**{"methods": ("4bit",), "repetitions": 1, **changes}),
             folder,
             backend=backend,
             console=Console(quiet=True),
@@ -68,11 +69,13 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
 
 
 def test_a_complete_run_needs_no_launch() -> None:
-    spec = Spec(rates=(100.0, 50.0), repetitions=2)
+    spec = replace(known.SPEC, rates=(100.0, 50.0), repetitions=2)
     jobs = run.jobs(spec, set())
     assert [job["rate"] for job in jobs] == [100.0, 50.0]
     assert [job["memory"] for job in jobs] == [["none", "block"], []]
     first, second = jobs[0]["trials"][:8], jobs[0]["trials"][8:]
+    beside = [name for name, _ in first]
+    assert beside[2:6] == ["none/dense", "block/dense", "none/4bit", "block/4bit"]
     assert [name for name, _ in second] == [name for name, _ in [*first[1:], first[0]]]
     done = {sample.key for sample in known.samples(spec)}
     assert run.jobs(spec, done) == []
@@ -146,3 +149,5 @@ def test_the_demo_is_a_preset(
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
     assert (spec.methods, spec.repetitions) == (("topk",), 4)
     assert spec.baselines == ("zero1",)
+    CliRunner().invoke(app, ["measure"])
+    assert specs[1].methods == Spec().methods == ("topk", "powersgd", "3bit")

@@ -12,6 +12,7 @@ from ds_ckpt.telemetry import units
     [
         (units.number(0.01234), "0.0123"),
         (units.number(0.00001234), "0.0000"),
+        (units.number(0.0999999999), "0.100"),
         (units.number(float("nan")), "-"),
         (units.number(float("inf")), "-"),
         (units.size(0), "0"),

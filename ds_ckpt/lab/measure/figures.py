@@ -6,20 +6,26 @@ add a figure, add its entry:
     MEASURED    of one configuration at one rate
     DERIVED     of a policy P with `dense` gradients (D) and with another exchange (C), at one rate;
                 docs/measuring.md has the definitions
+
+Differences of steps are paired: each step with the step of the same repetition and place in its
+trial. Bytes are the collectives' own counts; the interfaces' counters check them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from ds_ckpt.lab.measure.parts import COMPUTE, NETWORK
+from ds_ckpt.lab.measure.parts import COMPUTE
 from ds_ckpt.lab.measure.spec import DENSE, NO_COMM, STOCK, Configuration
 from ds_ckpt.telemetry.units import MB, number
 
 Of = TypeVar("Of")
+TOLERANCE = 0.02
+"""Largest difference of the interfaces' bytes from the collectives', as a share."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +37,35 @@ class Estimate:
     high: float
 
 
-Value = Estimate | float | None
+class Ratio(NamedTuple):
+    """A quotient, which exists where the interval of `under` is above zero."""
+
+    over: float
+    under: float
+
+
+Value = Estimate | Ratio | float | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration at one rate. Bytes are per step: by purpose of all ranks, else of a node."""
+    """A configuration at one rate. Bytes are per step: by purpose of all ranks, else of a node.
+
+    `steps_s` are in the order of repetitions and trials, equal in every row. `interface_excess` is
+    the share that the interfaces count above the collectives; None if they count next to nothing.
+    """
 
     configuration: str
     rate_mbit: float | None
     tokens: int
     step_s: Estimate
+    steps_s: tuple[float, ...]
     parts_s: dict[str, float]
     purpose_bytes: dict[str, float]
     far_bytes: dict[str, float]
-    link_bytes: float
+    link_bytes: Estimate
     interface_bytes: float
+    interface_excess: float | None
     stored_weight_bytes: float
     peak_bytes: float | None
 
@@ -55,9 +74,9 @@ class Row:
         return sum(self.parts_s[name] for name in names)
 
     @property
-    def exchange_s(self) -> float:
-        """Exposed network time and the exchange's own work."""
-        return self.part_s(*NETWORK, "compression")
+    def is_checked(self) -> bool:
+        """False if the interfaces contradict the collectives' bytes."""
+        return abs(self.interface_excess or 0.0) <= TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ class Figure(Generic[Of]):
 
     def text(self, value: Value) -> str:
         """Format a value in its unit, without the unit."""
-        if value is None:
+        if value is None or isinstance(value, Ratio):
             return "-"
         if not isinstance(value, Estimate):
             value = Estimate(value, value, value)
@@ -84,6 +103,18 @@ class Figure(Generic[Of]):
         ends = (value.value, value.low, value.high)
         middle, low, high = ("-" if math.isnan(v) else number(scale * v) for v in ends)
         return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """Return the mean of the middle half."""
+    ordered, cut = sorted(values), len(values) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def paired_s(longer: Row, shorter: Row) -> float:
+    """Return by how much steps are longer than those of the same repetition and place."""
+    pairs = zip(longer.steps_s, shorter.steps_s, strict=True)
+    return middle_mean([one - other for one, other in pairs])
 
 
 def _part(name: str, title: str, *parts: str) -> Figure[Row]:
@@ -140,58 +171,62 @@ class Comparison:
         return self.rows[f"none/{DENSE}"]
 
     @property
-    def recomputation_s(self) -> float:
-        """Time that recomputation adds to a step with D."""
-        return self.reference.part_s("recompute", *NETWORK) - self.plain.part_s(*NETWORK)
+    def cost_s(self) -> float:
+        """Time that P adds to a step with D."""
+        return paired_s(self.reference, self.plain)
 
     @property
-    def freed_s(self) -> float:
-        """Exchange time that C saves."""
-        return self.reference.exchange_s - self.compared.exchange_s
+    def shorter_s(self) -> float:
+        """Time by which C shortens a step with P."""
+        return paired_s(self.reference, self.compared)
 
     @property
     def ceiling_s(self) -> float | None:
-        """Exchange time saved if no gradient were sent."""
+        """Time by which steps were shorter if no gradient were sent."""
         weights = Configuration.of(self.compared.configuration).weights
         nothing = self.rows.get(Configuration(self.policy, NO_COMM, weights).name)
-        return None if nothing is None else self.reference.exchange_s - nothing.exchange_s
+        return None if nothing is None else paired_s(self.reference, nothing)
 
     @property
-    def memory_taken(self) -> float | None:
+    def freed_bytes(self) -> float:
+        """Bytes that a node need not send to others, by the collectives' counts."""
+        return self.reference.link_bytes.value - self.compared.link_bytes.value
+
+    @property
+    def freed_s(self) -> float | None:
+        """Time that the link needs for them at its rate."""
+        rate = self.compared.rate_mbit
+        return None if rate is None else 8e-6 * self.freed_bytes / rate
+
+    @property
+    def memory_taken(self) -> Ratio | None:
         """Additional stored weights of C over the activations that P frees."""
         stock = Configuration.of(self.compared.configuration).weights == STOCK
         if stock or self.plain.peak_bytes is None or self.reference.peak_bytes is None:
             return None
         more = self.compared.stored_weight_bytes - self.reference.stored_weight_bytes
-        return _over(more, self.plain.peak_bytes - self.reference.peak_bytes)
+        return Ratio(more, self.plain.peak_bytes - self.reference.peak_bytes)
 
 
-def _over(value: float, by: float) -> float:
-    return value / by if by > 0 else math.nan
+def _faster(than: Row, one: Row) -> Ratio:
+    return Ratio(than.step_s.value, one.step_s.value)
 
 
 DERIVED: list[Figure[Comparison]] = [
-    Figure("recompute_s", "recomputation adds", "s", lambda c: c.recomputation_s),
-    Figure(
-        "bytes_freed",
-        "bytes saved",
-        "MB/node",
-        lambda c: c.reference.link_bytes - c.compared.link_bytes,
-    ),
-    Figure("time_freed_s", "time saved", "s", lambda c: c.freed_s),
-    Figure(
-        "share_paid",
-        "time saved / recomputation",
-        "",
-        lambda c: _over(c.freed_s, c.recomputation_s),
-    ),
-    Figure("ceiling_s", "upper bound of time saved", "s", lambda c: c.ceiling_s),
-    Figure("faster", "speedup", "x", lambda c: c.reference.step_s.value / c.compared.step_s.value),
+    Figure("cost_s", "recomputation costs", "s", lambda c: c.cost_s),
+    Figure("work_s", "recomputation's own work", "s", lambda c: c.reference.part_s("recompute")),
+    Figure("freed_bytes", "bytes freed", "MB/node", lambda c: c.freed_bytes),
+    Figure("freed_s", "link time freed", "s", lambda c: c.freed_s),
+    Figure("shorter_s", "step shortened by", "s", lambda c: c.shorter_s),
+    Figure("share_paid", "share paid", "", lambda c: Ratio(c.shorter_s, c.cost_s)),
+    Figure("change_s", "both together", "s", lambda c: c.cost_s - c.shorter_s),
+    Figure("ceiling_s", "upper bound of step shortened by", "s", lambda c: c.ceiling_s),
+    Figure("faster", "speedup", "x", lambda c: _faster(c.reference, c.compared)),
     Figure(
         "faster_than_no_checkpointing",
         "speedup over no checkpointing",
         "x",
-        lambda c: c.plain.step_s.value / c.compared.step_s.value,
+        lambda c: _faster(c.plain, c.compared),
     ),
     Figure("memory_taken", "stored weights / freed activations", "", lambda c: c.memory_taken),
 ]

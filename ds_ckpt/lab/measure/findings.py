@@ -1,9 +1,9 @@
 """Rows, comparisons and intervals from a run's samples. Pure.
 
 Steps of one trial follow each other and share their disturbances; repetitions are apart in time.
-Intervals are therefore a jackknife over repetitions: each figure is computed again without each
-repetition, for all configurations at once. The effect of a slow repetition on both
-sides of a comparison cancels.
+Intervals therefore resample repetitions (jackknife): each figure is computed again without each
+repetition, for all configurations at once. The effect of a slow repetition on both sides of a
+comparison cancels.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Comparison, Estimate, Row
+from ds_ckpt.lab.measure.figures import (
+    DERIVED,
+    MEASURED,
+    TOLERANCE,
+    Comparison,
+    Estimate,
+    Ratio,
+    Row,
+)
 from ds_ckpt.lab.measure.parts import PARTS
 from ds_ckpt.lab.measure.samples import Memory, Sample, Trial
-from ds_ckpt.lab.measure.spec import DENSE, Configuration, Spec, link
+from ds_ckpt.lab.measure.spec import Configuration, Spec, link, title
 from ds_ckpt.lab.report.charts import missing as missing_package
-from ds_ckpt.telemetry.units import number
+from ds_ckpt.telemetry.units import MB, number
 
 Key = TypeVar("Key")
+Verdict = Literal["share", "all", "none", "free", "busy", "single"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,24 @@ class ComparisonRow:
     policy: str
     method: str
     values: dict[str, Estimate]
+    is_checked: bool = True
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return what the steps show about the share of recomputation that compression pays for.
+
+        `share` of it, `all`, or `none` that is certain; else recomputation's cost is not certain:
+        it is `free` if the interval excludes its own work, or the machine is too `busy`. A `single`
+        repetition has no interval.
+        """
+        cost, work = self.values["cost_s"], self.values["work_s"].value
+        if math.isnan(cost.low):
+            return "single"
+        if math.isnan(self.values["share_paid"].low):
+            return "busy" if 0 < work <= cost.high else "free"
+        if self.values["shorter_s"].low <= 0:
+            return "none"
+        return "all" if self.values["change_s"].high < 0 else "share"
 
 
 @dataclass(frozen=True)
@@ -84,10 +111,16 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
             continue
         rows_of = functools.partial(_rows, spec, trials, peaks)
         values = estimate(numbers, functools.partial(_values, spec, rows_of))
-        rows += [replace(r, step_s=values[n, "step_s"]) for n, r in rows_of(numbers).items()]
+        found = {
+            name: replace(row, **{figure: values[name, figure] for figure in _RESAMPLED})
+            for name, row in rows_of(numbers).items()
+        }
+        rows += found.values()
         for one in spec.compared:
             mine = {f.name: e for f in DERIVED if (e := values.get((one.name, f.name)))}
-            comparisons.append(ComparisonRow(rate, one.policy, one.exchange, mine))
+            sides = Comparison(found, one.policy, one.exchange)
+            checked = sides.reference.is_checked and sides.compared.is_checked
+            comparisons.append(ComparisonRow(rate, one.policy, one.exchange, mine, checked))
     return Findings(spec, rows, comparisons, missing)
 
 
@@ -100,85 +133,194 @@ def _rows(
     return {name: _row(spec, [mine[n] for n in chosen], peaks) for name, mine in trials.items()}
 
 
+_RESAMPLED = ("step_s", "link_bytes")
+"""Fields of a row that have an interval."""
+
+
 def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row:
-    """Return medians of bytes, and means over the steps in the middle half, so parts add up."""
-    ordered = sorted((s for t in trials for s in t.steps), key=lambda step: step.step_s)
+    """Return means; of parts over the steps in the middle half, so that they add up."""
+    steps = [step for trial in trials for step in trial.steps]
+    ordered = sorted(steps, key=lambda step: step.step_s)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
     step_s = statistics.fmean(step.step_s for step in middle)
 
-    def medians(values: Sequence[Mapping[str, float]], by: int = 1) -> dict[str, float]:
-        return {n: statistics.median(one[n] for one in values) / by for n in values[0]}
+    def means(values: Sequence[Mapping[str, float]], by: int = 1) -> dict[str, float]:
+        return {n: statistics.fmean(one[n] for one in values) / by for n in values[0]}
 
     name = trials[0].configuration
+    far_bytes = means([t.far_bytes for t in trials], spec.nodes)
+    link_bytes = sum(far_bytes.values())
     return Row(
         configuration=name,
         rate_mbit=trials[0].rate_mbit,
         tokens=spec.step_tokens,
         step_s=Estimate(step_s, step_s, step_s),
+        steps_s=tuple(step.step_s for step in steps),
         parts_s={part: statistics.fmean(s.parts_s[part] for s in middle) for part in PARTS},
-        purpose_bytes=medians([t.purpose_bytes for t in trials]),
-        far_bytes=medians([t.far_bytes for t in trials], spec.hosts),
-        link_bytes=max(map(statistics.median, zip(*(t.link_bytes for t in trials), strict=True))),
+        purpose_bytes=means([t.purpose_bytes for t in trials]),
+        far_bytes=far_bytes,
+        link_bytes=Estimate(link_bytes, link_bytes, link_bytes),
         interface_bytes=statistics.median(t.interface_bytes for t in trials),
+        interface_excess=_interface_excess(spec, trials),
         stored_weight_bytes=trials[0].stored_weight_bytes,
         peak_bytes=peaks.get(Configuration.of(name).policy),
     )
 
 
+def _interface_excess(spec: Spec, trials: Sequence[Trial]) -> float | None:
+    """Compare the interfaces to other nodes; on one node, all interfaces."""
+    far = spec.hosts > 1
+    counted = sum(sum((t.far_bytes if far else t.purpose_bytes).values()) for t in trials)
+    each = [sum(t.link_bytes) if far else t.interface_bytes for t in trials]
+    passed = statistics.median(each) * len(trials)
+    return None if passed < 0.05 * counted or not counted else passed / counted - 1
+
+
 def _values(
     spec: Spec, rows_of: Callable[[Sequence[int]], Mapping[str, Row]], chosen: Sequence[int]
-) -> dict[tuple[str, str], float]:
+) -> dict[tuple[str, str], float | Ratio]:
     """Return every figure that has an interval, by configuration and figure."""
     rows = rows_of(chosen)
-    found: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float | Ratio] = {}
     for name, row in rows.items():
-        found[name, "step_s"] = row.step_s.value
+        found |= {(name, figure): getattr(row, figure).value for figure in _RESAMPLED}
     for one in spec.compared:
         comparison = Comparison(rows, one.policy, one.exchange)
         for figure in DERIVED:
-            if isinstance(value := figure.of(comparison), float):
+            if isinstance(value := figure.of(comparison), float | Ratio):
                 found[one.name, figure.name] = value
     return found
 
 
 def estimate(
-    numbers: Sequence[int], figures: Callable[[Sequence[int]], Mapping[Key, float]]
+    numbers: Sequence[int], figures: Callable[[Sequence[int]], Mapping[Key, float | Ratio]]
 ) -> dict[Key, Estimate]:
-    """Estimate figures from the repetitions `numbers`, with Student's interval of the jackknife."""
+    """Estimate figures from the repetitions `numbers`, each also without one of them.
+
+    The interval is Student's, with the jackknife's variances; a quotient's is Fieller's ("Some
+    problems in interval estimation", 1954). One repetition has no interval.
+    """
     values, count = figures(numbers), len(numbers)
-    if count < 2:
-        return {key: Estimate(value, value, value) for key, value in values.items()}
     try:
         from scipy.stats import t
     except ImportError as error:
         raise missing_package("scipy") from error
-    quantile = float(t.ppf(0.975, count - 1))
-    others = [figures([n for n in numbers if n != left_out]) for left_out in numbers]
-    found = {}
-    for key, value in values.items():
-        mean = statistics.fmean(other[key] for other in others)
-        spread = sum((other[key] - mean) ** 2 for other in others) * (count - 1) / count
-        half = quantile * math.sqrt(spread)
-        found[key] = Estimate(value, value - half, value + half)
-    return found
+    quantile = float(t.ppf(0.975, count - 1)) if count > 1 else math.nan
+    others = [figures([n for n in numbers if n != out]) for out in numbers if count > 1]
+    return {
+        key: _interval(_ratio(value), [_ratio(other[key]) for other in others], quantile)
+        for key, value in values.items()
+    }
+
+
+def _ratio(value: float | Ratio) -> Ratio:
+    return value if isinstance(value, Ratio) else Ratio(value, 1.0)
+
+
+def _interval(value: Ratio, others: Sequence[Ratio], quantile: float) -> Estimate:
+    """Return every quotient r for which `over` - r * `under` may be zero."""
+    if not others:
+        exists = value.under > 0
+        return Estimate(value.over / value.under if exists else math.nan, math.nan, math.nan)
+
+    def spread(one: Sequence[float], other: Sequence[float]) -> float:
+        a, b = statistics.fmean(one), statistics.fmean(other)
+        products = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
+        return products * (len(others) - 1) / len(others)
+
+    overs, unders = [o.over for o in others], [o.under for o in others]
+    over, under, both = spread(overs, overs), spread(unders, unders), spread(overs, unders)
+    if not value.under - quantile * math.sqrt(under) > 0:
+        return Estimate(math.nan, math.nan, math.nan)
+    scale = value.under**2 - quantile**2 * under
+    middle = (value.over * value.under - quantile**2 * both) / scale
+    combined = value.under**2 * over - 2 * value.over * value.under * both + value.over**2 * under
+    root = combined - quantile**2 * (over * under - both**2)
+    half = quantile * math.sqrt(max(root, 0.0)) / scale
+    return Estimate(value.over / value.under, middle - half, middle + half)
 
 
 def headline(findings: Findings) -> str:
-    """Summarize the run in one sentence: the first method at the first rate."""
+    """Return what compression pays for, of the first method at the first rate."""
     if not findings.comparisons:
         return "No comparison: it needs a policy beside none and a method beside the references."
     one = findings.comparisons[0]
-    faster, cost = one.values["faster"], one.values["recompute_s"]
-    ratio = f"{number(faster.value)}x ({number(faster.low)} to {number(faster.high)})"
-    if faster.low > 1:
-        result = f"steps are {ratio} as fast as with {DENSE} gradients"
-    elif faster.high < 1:
-        result = f"steps are SLOWER, {ratio} as fast as with {DENSE} gradients"
+    return f"{_cost(one)} {_effect(one)}"
+
+
+def _cost(one: ComparisonRow) -> str:
+    """Return the sentence about recomputation."""
+    cost, work = one.values["cost_s"], one.values["work_s"].value
+    where = "On a link that is not shaped" if one.rate_mbit is None else f"At {link(one.rate_mbit)}"
+    what = "recomputation" + f" ({one.policy})" * (one.policy != "block")
+    if one.verdict == "busy":
+        return (
+            f"{where} the machine is too busy to time {what}: it costs {_ends(cost)} s a step "
+            f"(95%), and its own work takes {number(work)} s."
+        )
+    if one.verdict == "free":
+        return f"{where} {what} does not lengthen the step measurably (95%: {_ends(cost)} s)."
+    single = " in the only repetition, which gives no interval" * (one.verdict == "single")
+    return f"{where} {what} costs {number(cost.value)} s a step{single}."
+
+
+def _effect(one: ComparisonRow) -> str:
+    """Return the sentence about compression."""
+    shorter, share, name = one.values["shorter_s"], one.values["share_paid"], title(one.method)
+    freed = f"{name} {_freed(one)}"
+    changed = f"{'shortens' if shorter.value > 0 else 'lengthens'} the step by"
+    if one.verdict == "single":
+        return f"{freed}{changed} {number(abs(shorter.value))} s. Use --repetitions 2 or more."
+    if shorter.low <= 0 <= shorter.high:
+        found = f"{freed}does not change the step measurably (95%: {_ends(shorter)} s)"
     else:
-        result = f"the speedup over {DENSE} gradients, {ratio}, is not significant"
-    return (
-        f"{link(one.rate_mbit)}, {one.policy} checkpointing, {one.method}: {result}. Compression "
-        f"saves {number(one.values['time_freed_s'].value)} s per step, recomputation adds "
-        f"{number(cost.value)} s."
+        found = f"{freed}{changed} {number(abs(shorter.value))} s"
+    if one.verdict == "share":
+        low, middle, high = (f"{100 * v:.0f}" for v in (share.low, share.value, share.high))
+        return f"{found}: it pays for {middle}% of the recomputation (95%: {low} to {high}%)."
+    change = one.values["change_s"]
+    together = (
+        f"Both together change the step by {number(change.value)} s (95%: {_ends(change)} s)."
     )
+    pays = {
+        "all": ": it pays for all of the recomputation",
+        "none": ": it is not shown to pay for any of the recomputation",
+    }
+    return f"{found}{pays.get(one.verdict, '')}. {together}"
+
+
+def _freed(one: ComparisonRow) -> str:
+    """Return the link time that a node no longer needs; bytes if the link has no rate."""
+    if not one.is_checked:
+        return ""
+    if one.rate_mbit is None:
+        value, unit, where = one.values["freed_bytes"].value / MB, "MB", "a step and node"
+    else:
+        value, unit, where = one.values["freed_s"].value, "s", "of the link"
+    return f"{'frees' if value >= 0 else 'takes'} {number(abs(value))} {unit} {where} and "
+
+
+def _ends(one: Estimate) -> str:
+    return f"{number(one.low)} to {number(one.high)}"
+
+
+def byte_notes(findings: Findings) -> list[str]:
+    """Return where the interfaces contradict the collectives' bytes, or count none of them."""
+    notes = []
+    for rate in findings.rates:
+        rows = findings.at(rate)
+        wrong = [row for row in rows if not row.is_checked]
+        if wrong:
+            worst = max((row.interface_excess or 0.0 for row in wrong), key=abs)
+            notes.append(
+                f"BYTES NOT CONFIRMED at {link(rate)}: the interfaces count {100 * worst:+.0f}% "
+                f"({len(wrong)} of {len(rows)} configurations); {TOLERANCE:.0%} are expected. The "
+                "headline leaves these bytes out. Other programs on the interface add bytes."
+            )
+        elif all(row.interface_excess is None for row in rows):
+            notes.append(
+                f"{link(rate)}: no interface counts these bytes (RDMA, shared memory or another "
+                "interface), so they are the collectives' counts, not checked."
+            )
+    return notes

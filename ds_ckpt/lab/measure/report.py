@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,16 +13,17 @@ from rich.console import Console
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Figure, Row
-from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, find, headline
+from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, byte_notes, find, headline
 from ds_ckpt.lab.measure.run import read_runs
 from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import SPEC, Spec, link
-from ds_ckpt.lab.report.charts import Band, Rows
-from ds_ckpt.lab.report.document import Block, Document, Heading, Items, Plot, Section, Table
+from ds_ckpt.lab.measure.spec import SPEC, Spec, link, title
+from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
+from ds_ckpt.lab.report.document import Block, Document, Heading, Paragraph, Plot, Section, Table
 from ds_ckpt.telemetry.units import MB, number
 
-FORMAT = "ds_ckpt measure 3"
-TITLE = "Step time, bytes and memory of each configuration"
+FORMAT = "ds_ckpt measure 4"
+MOST = 2.0
+"""Largest share in the chart; larger ones are drawn there."""
 _TERMINAL = ("step_s", "link_bytes", "peak_bytes", "stored_weight_bytes")
 _PARTS = (
     "compute_s",
@@ -33,10 +35,14 @@ _PARTS = (
     "compression_s",
 )
 _NOTE = (
-    "Means over the steps in the middle half, with 95% intervals (jackknife over repetitions). MB "
-    "are 10^6 bytes. link: bytes to other nodes, of the node that sends most. dense: every "
-    "gradient sent once; no_comm: no gradient is sent. docs/measuring.md defines the "
+    "Steps and parts are means over the middle half. 95% intervals resample repetitions "
+    "(jackknife). MB are 10^6 bytes. link: bytes to other nodes, counted at the collectives. "
+    "dense: every gradient sent once; no_comm: no gradient is sent. docs/measuring.md defines the "
     "figures, and lists what they do not show."
+)
+_CAPTION = (
+    "Share of recomputation's time that compression saves, with 95% intervals, on paired steps; "
+    "uncompressed is dense. Losses are not measured here: run ds-ckpt validate-accuracy."
 )
 
 
@@ -69,10 +75,11 @@ class Report:
         return [*self.document().write(path), data]  # last: the page may lack its packages
 
     def print(self, console: Console) -> None:
-        """Print the summary and the first table."""
+        """Print the headline, its table and the table of steps at the first rate."""
         columns = [one for one in MEASURED if one.name in _TERMINAL]
-        table = self._table(self.findings.rates[0], columns)
-        Document(TITLE, [], [Section("", [table, Items(self._summary())])]).print(console)
+        steps = self._table(self.findings.rates[0], columns)
+        sections = [Section("", [*self._shares(), steps])]
+        Document(headline(self.findings), self._notes(), sections).print(console)
 
     def json(self) -> dict[str, Any]:
         """Return everything; a value that does not exist is NaN, null in the file."""
@@ -87,19 +94,40 @@ class Report:
     def document(self) -> Document:
         """Return the report before it has a form."""
         place = self.runs[-1]["place"] if self.runs else self.spec.where
+        how = [Paragraph(f"{place}."), Paragraph(_NOTE)]
         sections = [
-            Section("Summary", [Items(self._summary())]),
-            Section("Step time, bytes and memory", self._steps()),
+            Section("", self._shares()),
+            Section("Step time, bytes and memory", [*how, *self._steps()]),
             Section("Bytes by purpose", self._purposes()),
             Section("Comparisons with dense", self._comparisons()),
             Section("Settings and machine", [self._facts()]),
         ]
-        return Document(TITLE, [f"{place}.", _NOTE], sections)
+        about = "bandwidth that compression frees for recomputation"
+        return Document(headline(self.findings), self._notes(), sections, about)
 
-    def _summary(self) -> list[str]:
+    def _notes(self) -> list[str]:
         missing = self.findings.missing
         again = f"INCOMPLETE: {'; '.join(missing)}. Repeat the command to continue."
-        return [again] * bool(missing) + [headline(self.findings)]
+        return [again] * bool(missing) + byte_notes(self.findings)
+
+    def _shares(self) -> list[Block]:
+        """Return the share that compression pays, by link rate: a table and a chart."""
+        found = self.findings.comparisons
+        if not found:
+            return []
+        methods = list(dict.fromkeys(one.method for one in found))
+        rows: dict[str, list[str]] = {}
+        several = len({one.policy for one in found}) > 1
+        (cost,) = (figure for figure in DERIVED if figure.name == "cost_s")
+        for one in found:
+            name = link(one.rate_mbit) + f", {one.policy}" * several
+            row = rows.setdefault(name, [name, cost.text(one.values[cost.name])])
+            row.append(share_text(one))
+        heads = ["link", "recomputation costs, s"]
+        heads += [f"{title(method)} pays for" for method in methods]
+        chart = share_chart(found)
+        plots = [Plot("shares", [chart], _CAPTION)] * any(line.points for line in chart.lines)
+        return [Table(heads, list(rows.values())), *plots]
 
     def _table(self, rate: float | None, columns: Sequence[Figure[Row]]) -> Table:
         rows = [
@@ -142,16 +170,16 @@ class Report:
 
     def _comparisons(self) -> list[Block]:
         found: list[Block] = []
-        titles: dict[str, list[ComparisonRow]] = {}
+        columns: dict[str, list[ComparisonRow]] = {}
         for one in self.findings.comparisons:
-            titles.setdefault(f"{one.policy}, {one.method}", []).append(one)
-        for title, mine in titles.items():
+            columns.setdefault(f"{one.policy}, {one.method}", []).append(one)
+        for heading, mine in columns.items():
             rows = [
                 [figure.heading, *(figure.text(one.values.get(figure.name)) for one in mine)]
                 for figure in DERIVED
                 if any(figure.name in one.values for one in mine)
             ]
-            found += [Heading(title), Table(["", *(link(one.rate_mbit) for one in mine)], rows)]
+            found += [Heading(heading), Table(["", *(link(one.rate_mbit) for one in mine)], rows)]
         return found
 
     def _facts(self) -> Table:
@@ -171,6 +199,47 @@ class Report:
                 listed = ", ".join(f"{key} {value}" for key, value in run[name].items())
                 rows.append([f"   {name}", listed])
         return Table(["", ""], rows, prose=True)
+
+
+def share_text(one: ComparisonRow) -> str:
+    """Return the share that compression pays, or the reason that there is none."""
+    if one.verdict == "share":
+        share = one.values["share_paid"]
+        return f"{100 * share.value:.0f}% ({100 * share.low:.0f} to {100 * share.high:.0f})"
+    return {
+        "all": "all of it",
+        "none": "none shown",
+        "free": "costs nothing",
+        "busy": "machine too busy",
+        "single": "one repetition",
+    }[one.verdict]
+
+
+def share_chart(comparisons: Sequence[ComparisonRow]) -> Lines:
+    """Draw the share paid over the link's rate, where the interval of recomputation is above 0."""
+    rates = sorted({one.rate_mbit or math.inf for one in comparisons})
+    lines: dict[str, list[ComparisonRow]] = {}
+    several = len({one.policy for one in comparisons}) > 1
+    for one in comparisons:
+        name = title(one.method) + f", {one.policy}" * several
+        lines.setdefault(name, []).append(one)
+    drawn = []
+    for place, (name, mine) in enumerate(lines.items()):
+        beside = 0.06 * (place - (len(lines) - 1) / 2)  # intervals side by side
+        points, spans = [], []
+        for one in sorted(mine, key=lambda one: one.rate_mbit or math.inf):
+            share = one.values["share_paid"]
+            if not math.isnan(share.low):
+                ends = (min(100 * v, 100 * MOST) for v in (share.low, share.value, share.high))
+                low, middle, high = (max(end, -100 * MOST) for end in ends)
+                points.append((rates.index(one.rate_mbit or math.inf) + beside, middle))
+                spans.append((low, middle, high))
+        drawn.append(Line(name, points, spans))
+    levels = [(0.0, ""), (100.0, "all of the recomputation")]
+    if any(span[1] == 100 * MOST for line in drawn for span in line.spans):
+        levels.append((100 * MOST, f"{MOST:.0%} or more"))
+    names = [link(None if math.isinf(rate) else rate) for rate in rates]
+    return Lines(drawn, "link", "share paid, %", levels=levels, names=names, inches=3.2)
 
 
 def _bands(values: Sequence[Mapping[str, Any]]) -> list[Band]:

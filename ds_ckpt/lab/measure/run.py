@@ -63,8 +63,12 @@ def measure(
 
 
 def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
-    """Return the launches that are needed, one per rate; configurations rotate by repetition."""
-    names = [one.name for one in spec.configurations]
+    """Return the launches that are needed, one per rate; configurations rotate by repetition.
+
+    Policies of one exchange follow each other, as their steps are compared.
+    """
+    exchanges = [one.exchange for one in spec.configurations]
+    names = [c.name for c in sorted(spec.configurations, key=lambda c: exchanges.index(c.exchange))]
     memory = [name for name in spec.policies if ("memory", name) not in done]
     found: list[dict[str, Any]] = []
     for rate in spec.rates:

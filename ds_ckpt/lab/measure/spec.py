@@ -55,6 +55,9 @@ SHAPE: dict[str, int] = {
 BUCKETS = 8
 """Approximate number of buckets per backward; DeepSpeed's default size would give one."""
 Where = Literal["emulated", "hostfile", "loopback"]
+_TITLES = {"topk": "Top-K 1%", "powersgd": "PowerSGD rank 4"} | {
+    f"{bits}bit": f"{bits}-bit quantization" for bits in (4, 3, 2)
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +97,7 @@ class Spec:
     hosts: int = 2
     slots: int = 1
     policies: tuple[str, ...] = ("none", "block")
-    methods: tuple[str, ...] = ("4bit",)
+    methods: tuple[str, ...] = ("topk", "powersgd", "3bit")
     weights: tuple[str, ...] = ()
     baselines: tuple[str, ...] = ()
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -131,6 +134,11 @@ class Spec:
     def processes(self) -> int:
         """World size."""
         return self.hosts * self.slots
+
+    @property
+    def nodes(self) -> int:
+        """Number of senders whose bytes are counted: nodes; on one node, ranks."""
+        return self.hosts if self.hosts > 1 else self.slots
 
     def crosses_host(self, process: int) -> Callable[[int], bool]:
         """Return a test for ranks on other nodes than `process`; on one node, for other ranks."""
@@ -177,6 +185,14 @@ class Spec:
 def link(rate_mbit: float | None) -> str:
     """Describe a link's rate."""
     return "link not shaped" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
+
+
+def title(exchange: str) -> str:
+    """Return a method's name for people, with its weight placement."""
+    method, _, weights = exchange.partition("/")
+    method = _TITLES.get(method, method)
+    resident = " resident weights" * (weights in WEIGHTS)
+    return f"{method} with {weights}{resident}" if weights else method
 
 
 def check(spec: Spec) -> None:

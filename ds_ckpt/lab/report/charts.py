@@ -97,13 +97,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over one x; lines without points are left out. `levels` are labelled values of y."""
+    """Lines over one x; lines without points are left out.
+
+    `levels` are labelled values of y, `names` those of x = 0, 1, ...
+    """
 
     lines: Sequence[Line]
     x: str
     y: str
     logarithmic: Literal["", "x", "y", "xy"] = ""
     levels: Sequence[tuple[float, str]] = ()
+    names: Sequence[str] = ()
     inches: float = 3.6
 
     def draw(self, axes: Any) -> None:
@@ -133,6 +137,9 @@ class Lines:
             axes.text(0.01, height, words, transform=across, va="bottom", fontsize=8)
         for axis in self.logarithmic:
             axes.set(**{f"{axis}scale": "log"})
+        if self.names:
+            axes.set_xticks(range(len(self.names)), self.names)
+            axes.set_xlim(-0.5, len(self.names) - 0.5)
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
         axes.legend(frameon=False, fontsize=8, ncols=2)

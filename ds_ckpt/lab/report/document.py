@@ -142,11 +142,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """Title, opening paragraphs and sections; sections without blocks are left out."""
+    """Title, opening paragraphs and sections; sections without blocks are left out.
+
+    `about` names the page in a browser's tab, if the title is a sentence.
+    """
 
     title: str
     opening: Sequence[str]
     sections: Sequence[Section]
+    about: str = ""
 
     def html(self) -> str:
         """Return one page; UnsupportedError without matplotlib or Jinja2."""
@@ -170,7 +174,7 @@ class Document:
         for section in self.sections:
             found = [[*block.markdown()] for block in section.blocks]
             if any(found):
-                lines += [f"## {section.title}", ""]
+                lines += [f"## {section.title}", ""] if section.title else []
                 lines += [line for block in found if block for line in (*block, "")]
         return "\n".join(lines)
 
