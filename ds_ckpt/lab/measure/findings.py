@@ -112,8 +112,8 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         rows_of = functools.partial(_rows, spec, trials, peaks)
         values = estimate(numbers, functools.partial(_values, spec, rows_of))
         found = {
-            name: replace(row, **{figure: values[name, figure] for figure in _RESAMPLED})
-            for name, row in rows_of(numbers).items()
+            n: replace(row, step_s=values[n, "step_s"], link_bytes=values[n, "link_bytes"])
+            for n, row in rows_of(numbers).items()
         }
         rows += found.values()
         for one in spec.compared:
@@ -131,10 +131,6 @@ def _rows(
     chosen: Sequence[int],
 ) -> dict[str, Row]:
     return {name: _row(spec, [mine[n] for n in chosen], peaks) for name, mine in trials.items()}
-
-
-_RESAMPLED = ("step_s", "link_bytes")
-"""Fields of a row that have an interval."""
 
 
 def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row:
@@ -184,7 +180,8 @@ def _values(
     rows = rows_of(chosen)
     found: dict[tuple[str, str], float | Ratio] = {}
     for name, row in rows.items():
-        found |= {(name, figure): getattr(row, figure).value for figure in _RESAMPLED}
+        found[name, "step_s"] = row.step_s.value
+        found[name, "link_bytes"] = row.link_bytes.value
     for one in spec.compared:
         comparison = Comparison(rows, one.policy, one.exchange)
         for figure in DERIVED:
