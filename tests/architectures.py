@@ -92,6 +92,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 ARCHITECTURES = tuple(_KINDS)
+_KINDS["qwen3"] = ("Qwen3", "Qwen3ForCausalLM", _LLAMA, (_LAYERS,))
+_KINDS["gemma3"] = ("Gemma3Text", "Gemma3ForCausalLM", _LLAMA, (_LAYERS,))
 OFTEN = ("llama", "t5", "mixtral", "vit")
 """Architectures that meet every policy in the fast tier; the others meet some."""
 

@@ -6,6 +6,7 @@ key-value caches, to which a recomputation would append every key twice.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,7 +35,8 @@ class CheckpointedBlocks:
     `patterns` is short for `Policy(modules=patterns)`; `units` replaces the policy's. `scopes` are
     entered around every recomputation, `trackers` hold random states beside torch's own. `around`
     is called instead of every checkpointed call: saved-tensor hooks that it enters see only what
-    the call keeps for its recomputation. An error leaves the model as it was.
+    the call keeps for its recomputation. Checkpointing that is on the model is replaced. An error
+    leaves the model as it was without.
     """
 
     def __init__(
@@ -48,11 +51,15 @@ class CheckpointedBlocks:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         policy = policy or Policy(modules=tuple(patterns) if patterns is not None else None)
-        self._context = RecomputeContext(tuple(scopes), tuple(trackers))
+        self._context = RecomputeContext(tuple(scopes), tuple(trackers), owner=self)
         self._around, self._check_every = around, policy.check_determinism
         self._patches = Patches()
         self.units = list(units) if units is not None else make_plan(model, policy)
         self.blocks = [block for unit in self.units for block in unit.blocks]
+        for earlier in [_installed[m]() for m in model.modules() if m in _installed]:
+            if earlier is not None:
+                earlier.remove()
+        _installed.update((block.module, weakref.ref(self)) for block in self.blocks)
         try:
             for unit in self.units:
                 self._install(unit)
@@ -79,10 +86,12 @@ class CheckpointedBlocks:
         """Switch transformers' own recomputation off, also if it is enabled later."""
         for module in list(model.modules()):
             if hasattr(module, "gradient_checkpointing"):
-                if getattr(module, "gradient_checkpointing", False) is True:
+                before: Any = module.gradient_checkpointing
+                if before is True:
                     _ignored()
-                # a model that owns layers carries the flag too, and then leaves its cache out
-                self._patches.set(module, "gradient_checkpointing", not is_hf_layer(module))
+                is_owner = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
+                flag = _OwnerFlag(before) if is_owner else False
+                self._patches.set(module, "gradient_checkpointing", flag)
                 self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
             if hasattr(module, "_set_gradient_checkpointing"):
                 # transformers' enable and disable end in it
@@ -164,6 +173,29 @@ class _Run:
         return result
 
 
+_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CheckpointedBlocks]]
+_installed = weakref.WeakKeyDictionary()
+"""Checkpointing of each block. It lives as long as the block's `forward` is replaced."""
+
+
+class _OwnerFlag:
+    """Transformers' flag on a model that owns layers: true while autograd records.
+
+    Such a model leaves its key-value cache out if the flag is set in training mode. `generate`, and
+    a forward with `use_cache=True` under `no_grad`, need the cache. Copies of a model get the flag
+    that it had before.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._before,)
+
+
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a layer of a model that reads its own flag."""
     return function(*args, **kwargs)
@@ -171,12 +203,16 @@ def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _warn_once(words: str) -> None:
-    log.warning("ds_ckpt: %s", words)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("ds_ckpt: %s", words)
 
 
 def _ignored(*_: Any, **__: Any) -> None:
     """Replace the switch of transformers."""
-    _warn_once("the policy replaces transformers' checkpointing; its arguments are ignored")
+    _warn_once(
+        "the policy takes over transformers' checkpointing: requests to switch it on or off, and "
+        "their arguments, change nothing"
+    )
 
 
 # key-value caches

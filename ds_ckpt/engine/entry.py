@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from ds_ckpt.config import load_file, parse
-from ds_ckpt.engine import ATTRIBUTE, Session, ensure_log_handler, has_optimizer
+from ds_ckpt.engine import (
+    ATTRIBUTE,
+    Session,
+    end_earlier_sessions,
+    ensure_log_handler,
+    has_optimizer,
+)
 from ds_ckpt.errors import Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
@@ -48,7 +54,9 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         remedy = "use ds_ckpt.session_of(engine), or detach() it first"
         found = "an engine that already has a session"
         raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
-    return Session(engine, parse(engine._config._param_dict), mpu)
+    config = parse(engine._config._param_dict)
+    end_earlier_sessions(engine)
+    return Session(engine, config, mpu)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +111,8 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if session_of(engine) is not None:
         return result  # another library's wrapper has called ours already
     checked = parse(engine._config._param_dict)
+    if has_optimizer(engine):
+        end_earlier_sessions(engine)
     if not (checked.active or checked.telemetry.enabled):
         return result
     if has_optimizer(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
+from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -32,10 +34,12 @@ from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient import BucketExchange, GradientHook
+from ds_ckpt.zero3.gradient import BucketExchange, GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
+_attached: weakref.WeakSet[Session] = weakref.WeakSet()
+"""DeepSpeed destroys an engine that is collected, and that detaches its session."""
 
 
 class Session:
@@ -68,6 +72,7 @@ class Session:
         except BaseException:
             self.detach()
             raise
+        _attached.add(self)
         self.summary = self._describe()
         if dist.get_rank() == 0:
             ensure_log_handler()
@@ -84,6 +89,7 @@ class Session:
         if config.activation.partition:
             self._group = find_group(engine, mpu, self.counters)
         if config.activation.planned:
+            self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
             held = self.exchange.resident_bytes if self.exchange else dict
             self._planning = Planning(engine, config.activation, self._install_plan, held)
             self._detach.callback(self._planning.stop)
@@ -199,6 +205,7 @@ class Session:
 
     def detach(self) -> None:
         """Restore DeepSpeed, the engine and the model, also if one part raises. Residuals go."""
+        _attached.discard(self)
         self._detach.callback(self._patches.undo)
         try:
             self._detach.close()
@@ -257,6 +264,33 @@ class Session:
         elif self.config.weights.resident and self._gather:
             facts.append("weights not resident: all ranks share one node")
         return "ds_ckpt: " + "; ".join(facts)
+
+
+def end_earlier_sessions(engine: Any) -> None:
+    """Detach the sessions of other engines that train parameters of this engine's model.
+
+    A second training on one model builds a second engine, often without destroying the first. Both
+    sessions would checkpoint the same blocks.
+    """
+    params = set(engine.module.parameters())
+    for session in list(_attached):
+        if session.engine is engine or params.isdisjoint(session.engine.module.parameters()):
+            continue
+        session.detach()
+        session.engine.backward = session.engine.step = _refuse_to_train
+        stop_reducing(session.engine.optimizer)
+        if dist.get_rank() == 0:
+            log.info(
+                "ds_ckpt: a new engine trains this model: the session of the earlier engine has "
+                "ended, and that engine refuses to train on"
+            )
+
+
+def _refuse_to_train(*_: Any, **__: Any) -> None:
+    found = "an engine whose parameters a later engine trains"
+    why = "its optimizer has copies of the weights from before the later engine was built"
+    remedy = "train with the later engine, or build another one on this model"
+    raise UnsupportedError(Problem("engine", found, why, remedy))
 
 
 def _random_trackers() -> list[Any]:

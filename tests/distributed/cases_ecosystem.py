@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 import ds_ckpt
 from tests import architectures
 from tests.distributed import ecosystem_models, models
-from tests.distributed.pool import fresh
+from tests.distributed.heard import hearing
+from tests.distributed.pool import fresh, once
 
 OFFLOAD = {"offload": True, "offload_min_bytes": 0}
 PLANS: dict[str, dict[str, Any]] = {
@@ -26,9 +28,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "block, offload": {"policy": "block", **OFFLOAD},
     "selective, offload": {"policy": "selective", **OFFLOAD},
     "block, lead": {"policy": "block"},
+    "block, dense": {"policy": "block"},
 }
 BESIDE = {
     "block, lead": models.topk_section(topk={"density": 0.05}, error_feedback={"momentum": 0.3}),
+    "block, dense": {"compression": {"method": "dense"}},
 }
 """Sections beside `activation`."""
 
@@ -127,6 +131,87 @@ def generate_between_steps(plan: str) -> dict[str, Any]:
     return result
 
 
+def generate_in_training_mode(plan: str) -> dict[str, Any]:
+    """As trl does: reentrant checkpointing, off for a generation between steps and on again."""
+    from deepspeed.runtime.zero import unwrap_model_for_generation
+
+    fresh()
+    model: Any = architectures.build("llama", 3, use_cache=True)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    engine, *_ = ds_ckpt.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=models.zero3_config(**_sections(plan)),
+    )
+    engine.train()
+    losses, written = [], []
+    for step in range(3):
+        data = architectures.batch("llama", 2 * step + dist.get_rank())
+        prompt = data["input_ids"][:1, : 3 + dist.get_rank()]
+        model.gradient_checkpointing_disable()
+        with unwrap_model_for_generation(engine), torch.no_grad():
+            text = model.generate(prompt, max_new_tokens=4, do_sample=step == 1)
+        written.append(text.tolist())
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        loss = engine(**data).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    result = {"losses": losses, "written": written, **_done(engine)}
+    engine.destroy()
+    return result
+
+
+@once(when=lambda plans, way: plans[0] == "stock")
+def second_engine(plans: tuple[str, str], way: str) -> dict[str, Any]:
+    """Two trainings of one model, each in an engine of its own.
+
+    Args:
+        way: whether somebody keeps the first engine, and uses it again, drops or destroys it.
+    """
+    fresh()
+    model: Any = architectures.build("llama", 3)
+    engines, losses = [], []
+    with hearing() as lines:
+        for plan in plans:
+            engine, *_ = ds_ckpt.initialize(
+                model=model,
+                model_parameters=list(model.parameters()),
+                config=models.zero3_config(reuse=0, **_sections(plan)),
+            )
+            engines.append(engine)
+            engine.train()
+            for step in range(3):
+                data = architectures.batch("llama", 2 * step + dist.get_rank())
+                loss = engine(**data).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+            if len(engines) == 1 and way != "keep":
+                engine.destroy() if way == "destroy" else engines.clear()
+                del engine
+                gc.collect()
+    refused = ""
+    try:
+        if way == "keep":
+            engines[0].backward(engines[0](**data).loss)
+    except ds_ckpt.UnsupportedError as error:
+        refused = str(error)
+    with torch.no_grad():
+        evaluated = float(engines[0](**data).loss)
+    forwards = [0]
+    gate = model.model.layers[0].mlp.gate_proj
+    gate.register_forward_pre_hook(lambda *_: forwards.append(1))
+    engine.backward(engine(**data).loss)
+    result = {"losses": losses, "evaluated": evaluated, "refused": refused, **_done(engine)}
+    result["forwards"] = sum(forwards)
+    result["ended"] = sum("earlier engine" in line for line in lines)
+    for engine in engines:
+        engine.destroy()
+    result["patched"] = sum("forward" in vars(m) for m in model.modules())
+    return result
+
+
 # the HF Trainer and accelerate, which call `deepspeed.initialize` themselves
 
 
@@ -185,48 +270,68 @@ def _hf_config(plan: str) -> dict[str, Any]:
     return config
 
 
+def _trainer(folder: str, plan: str, model: nn.Module, **flags: Any) -> Any:
+    """Four steps of two micro batches, an evaluation after each, a checkpoint after two."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        deepspeed=_hf_config(plan),
+        **flags,
+    )
+    assert arguments.device.type == "cpu"  # asked for, since that makes the state anew
+    _tell_accelerate()
+    data = {"train_dataset": _Rows(32), "eval_dataset": _Rows(8, 99)}
+    return Trainer(model=model, args=arguments, **data)
+
+
+def _trained(running: Any) -> dict[str, Any]:
+    assert running.accelerator.num_processes == dist.get_world_size()
+    history = running.state.log_history
+    return {
+        "losses": [h["loss"] for h in history if "loss" in h],
+        "evaluated": [h["eval_loss"] for h in history if "eval_loss" in h],
+        **_done(running.model_wrapped),
+    }
+
+
 def trainer(folder: str, plan: str, resume: bool, **flags: Any) -> dict[str, Any]:
-    """Four optimizer steps of two micro batches, an evaluation after each, a checkpoint after two.
+    """One training.
 
     Args:
         resume: begin with the checkpoint that an earlier run has left after two steps.
     """
     fresh()
-    from transformers import Trainer, TrainingArguments
-
     with _installed():
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=2,
-            learning_rate=1e-2,
-            report_to=[],
-            disable_tqdm=True,
-            seed=0,
-            deepspeed=_hf_config(plan),
-            **flags,
-        )
-        assert arguments.device.type == "cpu"  # asked for, since that makes the state anew
-        _tell_accelerate()
-        running = Trainer(
-            model=_model(), args=arguments, train_dataset=_Rows(32), eval_dataset=_Rows(8, 99)
-        )
+        running = _trainer(folder, plan, _model(), **flags)
         start = Path(folder) / "checkpoint-2"
         running.train(resume_from_checkpoint=str(start) if resume else None)
-        assert running.accelerator.num_processes == dist.get_world_size()
-        history = running.state.log_history
-        return {
-            "losses": [h["loss"] for h in history if "loss" in h],
-            "evaluated": [h["eval_loss"] for h in history if "eval_loss" in h],
-            **_done(running.model_wrapped),
-        }
+        return _trained(running)
+
+
+def two_trainers(folder: str, plan: str, **flags: Any) -> list[dict[str, Any]]:
+    """Two trainings of one model in one script; nobody destroys the first engine."""
+    fresh()
+    with _installed():
+        model, results, trainers = _model(), [], []
+        for number in range(2):
+            trainers.append(_trainer(f"{folder}/{number}", plan, model, **flags))
+            trainers[-1].train()
+            results.append(_trained(trainers[-1]))
+        return results
 
 
 def accelerate(folder: str, plan: str) -> dict[str, Any]:

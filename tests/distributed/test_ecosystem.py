@@ -54,6 +54,37 @@ def test_generation_and_evaluation_between_steps(world2: Any) -> None:
     assert len(ours[0]["written"][0][0]) < len(ours[1]["written"][0][0])
 
 
+def test_checkpointing_that_is_switched_off_around_generation(world2: Any) -> None:
+    """In training mode, with arguments that are not the policy's."""
+    plain = world2.run(cases.generate_in_training_mode, "stock")
+    ours = world2.run(cases.generate_in_training_mode, "block")
+    for without, with_us in zip(plain, ours, strict=True):
+        _compare(without, with_us, "block")
+
+
+@pytest.mark.parametrize(
+    ("plans", "way"),
+    [
+        (("block, dense", "block, offload"), "keep"),
+        (("block", "stock"), "keep"),
+        pytest.param(("block, dense", "block, dense"), "drop", marks=SLOW),
+    ],
+)
+def test_a_second_engine_takes_the_model_over(
+    world2: Any, plans: tuple[str, str], way: str
+) -> None:
+    stock = world2.run(cases.second_engine, ("stock", "stock"), "destroy")
+    for rank, (without, with_us) in enumerate(
+        zip(stock, world2.run(cases.second_engine, plans, way), strict=True)
+    ):
+        for key in ("losses", "evaluated", "weights"):
+            assert with_us[key] == without[key], key
+        assert with_us["forwards"] == without["forwards"] + (plans[1] != "stock")
+        assert with_us["patched"] == without["patched"] == 0
+        assert ("a later engine trains" in with_us["refused"]) == (way == "keep")
+        assert with_us["ended"] == (way == "keep" and rank == 0)
+
+
 @pytest.mark.parametrize(
     ("plan", "flags"),
     [
@@ -78,6 +109,17 @@ def test_trainer_with_evaluation_accumulation_and_resume(
         assert len(with_us["losses"]) == len(with_us["evaluated"]) == 4
         _compare(without, with_us, plan)
         _compare(without, resumed, plan)
+
+
+@SLOW
+def test_two_trainers_train_one_model(world2: Any, tmp_path: Path) -> None:
+    plain = world2.run(cases.two_trainers, str(tmp_path / "plain"), "stock")
+    ours = world2.run(
+        cases.two_trainers, str(tmp_path / "ours"), "block", gradient_checkpointing=True
+    )
+    for both, both_with_us in zip(plain, ours, strict=True):
+        for without, with_us in zip(both, both_with_us, strict=True):
+            _compare(without, with_us, "block")
 
 
 def test_trainer_with_compression_and_resume(world2: Any, tmp_path: Path) -> None:
