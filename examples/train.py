@@ -32,7 +32,7 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=str(options.config)
     )
     rank = dist.get_rank()
-    data = batches(rank, SEQUENCES, LENGTH)
+    data = batches(rank // engine.mp_world_size, SEQUENCES, LENGTH)  # one order a group
     for step in range(options.steps):
         ids = next(data).to(engine.device)
         loss = engine(input_ids=ids, labels=ids).loss

@@ -134,8 +134,6 @@ _SENT: _Rows = {
     f"{_ZERO}.mics_shard_size": (lambda _: True, "MiCS shards over subgroups of ranks"),
     "checkpoint.use_node_local_storage": (_ON, "plugin state needs a folder that all nodes share"),
     "expert_parallel.enabled": (_ON, "experts are sharded over other groups of ranks"),
-    "tensor_parallel.autotp_size": (_SEVERAL, "parameters of one name differ between ranks"),
-    "sequence_parallel_size": (_SEVERAL, "shards then span sequence- and data-parallel ranks"),
 }
 _WEIGHTS: _Rows = {
     f"{_ZERO}.cpu_offload_param": (_ON, "all-gathers then take weights from the host"),

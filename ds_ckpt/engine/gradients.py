@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,17 @@ import torch.distributed as dist
 
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
 from ds_ckpt.engine.guard import ErrorSampler, Guard, gradient_norm
-from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
-from ds_ckpt.exchange.assignment import UNCOMPRESSED, Assignment
+from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.assignment import LEFT, UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import TorchTransport
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.steps import ExchangeSample
-from ds_ckpt.zero3.compatibility import ends_step
+from ds_ckpt.zero3.compatibility import ends_step, same_ranks, shard_group
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -35,15 +36,24 @@ class Gradients:
     """
 
     def __init__(self, engine: Any, config: CompressionConfig) -> None:
-        refuse_model_parallel(engine)
         self._engine = engine
         self._settings = settings = exchange_settings(config)
         shapes, embeddings = shapes_of(engine), embeddings_of(engine.module)
-        settings.choose(embeddings).check((name, shape) for name, shape, _ in shapes)
+        sizes = [(name, shape) for name, shape, _ in shapes]
+        run_on_all_or_raise(lambda: settings.choose(embeddings).check(sizes), what="use its rules")
+        if not sizes:
+            found = "parameters that other process groups than the optimizer's shard"
+            why = "residuals belong to one group, and nothing is left to compress"
+            remedy = (
+                'build the model without zero.Init, or set $.ds_ckpt.compression.method to "none"'
+            )
+            raise UnsupportedError(Problem("engine.optimizer", found, why, remedy))
         group = engine.optimizer.dp_process_group
         self.groups = groups = make_groups(group, settings.levels)
         choose = settings.choose(embeddings, groups.local)
-        self.assignment = Assignment.of(choose, shapes, groups.world, groups.local)
+        ours = {name for name, _ in sizes}
+        left = _shapes(engine, [(n, p) for n, p in trained(engine) if n not in ours])
+        self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, left)
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
         self._exchanges_once = managed and settings.holds_back(engine.gradient_accumulation_steps())
         self.feedback = settings.residuals(dist.get_rank(group), holds=self._exchanges_once)
@@ -51,7 +61,7 @@ class Gradients:
         tuner, device = None, torch.empty(0, device=engine.device).device  # with its index
         if settings.autotune and not settings.lossless:
             other = "uncompressed" if self._exchanges_once else "deepspeed"
-            tuner = Tuner("gradients", ("compressed", other), group, device)
+            tuner = Tuner("gradients", ("compressed", other), device)
         self.step: StepState = make_step_state(
             settings,
             _transport(groups.between),
@@ -63,9 +73,9 @@ class Gradients:
             embeddings=embeddings,
             tuner=tuner,
         )
-        reserve = partial(self.step.reserve, [(name, shape) for name, shape, _ in shapes], device)
+        reserve = partial(self.step.reserve, sizes, device)
         try:
-            run_on_all_or_raise(reserve, group, what="allocate its residuals")
+            run_on_all_or_raise(reserve, what="allocate its residuals")
         except BaseException:
             self.discard()
             raise
@@ -111,7 +121,10 @@ class Gradients:
         if not value or why_not_corrected(optimizer) or self.step.exchange.world == 1:
             return
         groups = parameter_groups(optimizer, {p.ds_id: name for name, p in trained(self._engine)})
-        delayed = {groups[t.name] for t in self.assignment.tensors if t.how != UNCOMPRESSED}
+        tensors = [t for t in self.assignment.tensors if t.how not in (UNCOMPRESSED, LEFT)]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, {groups[t.name] for t in tensors})  # slices may differ
+        delayed = set[int]().union(*every)
 
         def correction_of(group: int) -> float:
             return value if group in delayed and self.step.corrects_momentum else 0.0
@@ -148,21 +161,37 @@ def trained(engine: Any) -> list[tuple[str, Any]]:
     return [(n, p) for n, p in engine.module.named_parameters() if p.ds_id in stepped]
 
 
-def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
-    """Return name, full shape and bytes an element, as sent, of every trained parameter."""
+def exchanged(engine: Any) -> list[tuple[str, Any]]:
+    """Return the trained parameters that the optimizer's own process group shards.
+
+    DeepSpeed reduces the others: replicated ones that `zero.Init` made before AutoTP.
+    """
+    optimizer = engine.optimizer
+    own = optimizer.dp_process_group
+    return [(n, p) for n, p in trained(engine) if same_ranks(shard_group(optimizer, p), own)]
+
+
+def _shapes(engine: Any, named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Size, int]]:
     sent_as = engine.optimizer.get_param_comm_dtype  # communication_data_type, or autocast's
-    return [(n, p.ds_shape, sent_as(p).itemsize) for n, p in trained(engine)]
+    return [(n, p.ds_shape, sent_as(p).itemsize) for n, p in named]
+
+
+def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
+    """Return name, full shape and bytes an element, as sent, of every exchanged parameter."""
+    return _shapes(engine, exchanged(engine))
 
 
 def residual_files(engine: Any, method: str, gradients: Gradients | None) -> ResidualFiles:
     """Return the state in checkpoints; without an exchange it only clears old files and warns."""
-    group = engine.optimizer.dp_process_group
+    optimizer, slices = engine.optimizer, engine.mp_world_size
+    group = optimizer.dp_process_group
     return ResidualFiles(
         gradients.feedback if gradients else None,
         method=method,
-        numels={n: shape.numel() for n, shape, _ in shapes_of(engine)},
+        numels={n: shape.numel() for n, shape, _ in shapes_of(engine)} if gradients else {},
         dp_rank=dist.get_rank(group),
         world=dist.get_world_size(group),
         peers=gradients.groups.peers if gradients else (),
         step=gradients.step if gradients else None,
+        part=f"mp{optimizer.model_parallel_rank:02d}of{slices:02d}" if slices > 1 else "",
     )

@@ -65,7 +65,7 @@ class ErrorSampler:
             return
         own = [sum(part) for part in zip((0.0, 0.0), *self.latest.values(), strict=True)]
         sums = torch.tensor(own, dtype=torch.float64, device=self._engine.device)
-        torch.distributed.all_reduce(sums, group=self._engine.optimizer.dp_process_group)
+        torch.distributed.all_reduce(sums)
         given, remains = sums.tolist()
         found = ResidualStats.of(given, remains, gradient_norm(self._engine) or 0.0)
         if found is not None:

@@ -76,7 +76,7 @@ class Planning:
         limit = torch.tensor(self._limit_bytes(), device=self._device)
         dist.all_reduce(limit, op=dist.ReduceOp.MIN)
         make = functools.partial(self._make, args, kwargs, int(limit))
-        own = run_on_all_or_raise(make, None, what="plan within the memory budget")
+        own = run_on_all_or_raise(make, what="plan within the memory budget")
         plans: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(plans, own)
         largest: ActivationPlan = max(plans, key=lambda plan: plan.none_bytes)

@@ -26,15 +26,3 @@ def refuse_unsupported(engine: Any) -> None:
         remedy = "pass an optimizer to ds_ckpt.initialize, or name one in the JSON file"
         found = type(engine.optimizer).__name__
         raise UnsupportedError(Problem("engine.optimizer", found, why, remedy))
-
-
-def refuse_model_parallel(engine: Any, off: str = '$.ds_ckpt.compression.method to "none"') -> None:
-    """Refuse model parallelism: state is stored by parameter name, which its ranks share."""
-    for attribute in ("mp_world_size", "sequence_parallel_size"):
-        size = getattr(engine, attribute, 1)
-        if size > 1:
-            why = (
-                "these ranks hold other slices under the same parameter name, and residuals and "
-                "resident weights are stored by name"
-            )
-            raise UnsupportedError(Problem(f"engine.{attribute}", str(size), why, f"set {off}"))

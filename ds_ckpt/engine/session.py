@@ -20,7 +20,7 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
-from ds_ckpt.engine.gradients import Gradients, residual_files, trained
+from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
@@ -110,6 +110,8 @@ class Session:
         self._gather = gather
         self._detach.callback(lambda: gather.detach())
         step = verify = None
+        if config.compression.method != "none" or config.weights.resident:
+            compatibility.use_shard_group(engine.optimizer, self._patches)
         if config.compression.method != "none":
             self.exchange = Gradients(engine, config.compression)
             self._detach.callback(self.exchange.discard)
@@ -117,7 +119,7 @@ class Session:
             verify = self.exchange.dense() if changed else None
             self.exchange.correct_momentum(self._patches)
             self._after_step.append(self.exchange.sampler.step_ended)
-        names = {p.ds_id: n for n, p in trained(engine)}
+        names = {p.ds_id: n for n, p in exchanged(engine)}
         gradient = GradientHook(engine.optimizer, names, step, self.counters, verify=verify)
         self._gradient = gradient
         self._detach.callback(lambda: gradient.detach())

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -42,17 +41,15 @@ def robust_median(times: Sequence[float]) -> tuple[float, float]:
 
 
 class Tuner:
-    """Chooses between candidates, alike on all ranks of a group.
+    """Chooses between candidates, alike on all ranks of the program: it changes what is delivered.
 
     The last candidate is the baseline, which wins unless another one is shown to be faster. Times
-    are summed over `group` on `device`. `choice` is None before the first.
+    are summed on `device`. `choice` is None before the first.
     """
 
-    def __init__(
-        self, subject: str, candidates: Sequence[str], group: Any, device: torch.device
-    ) -> None:
+    def __init__(self, subject: str, candidates: Sequence[str], device: torch.device) -> None:
         self.candidates = tuple(candidates)
-        self._subject, self._group, self._device = subject, group, device
+        self._subject, self._device = subject, device
         self._clock, self._ended_s = time.perf_counter, math.nan
         self.restart()
 
@@ -100,8 +97,8 @@ class Tuner:
             dtype=torch.float32,
             device=self._device,
         )
-        torch.distributed.all_reduce(found, group=self._group)
-        medians_s, variances = (found / torch.distributed.get_world_size(self._group)).T.tolist()
+        torch.distributed.all_reduce(found)
+        medians_s, variances = (found / torch.distributed.get_world_size()).T.tolist()
         best = min(range(len(medians_s) - 1), key=medians_s.__getitem__)
         gap_s = abs(medians_s[best] - medians_s[-1])
         # NaN compares as significant and decisive
@@ -113,7 +110,7 @@ class Tuner:
         keeps_baseline = medians_s[-1] < medians_s[best] or not is_significant
         before, self.choice = self.choice, self.candidates[-1 if keeps_baseline else best]
         self.is_comparing = False
-        if torch.distributed.get_rank(self._group) == 0 and self.choice != before:
+        if torch.distributed.get_rank() == 0 and self.choice != before:
             times = zip(self.candidates, medians_s, strict=True)
             log.info(
                 "ds_ckpt: autotune: %s: %s (ms per step: %s%s)",

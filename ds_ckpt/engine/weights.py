@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.engine.refusals import refuse_model_parallel
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, warm
+from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, new_groups
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.memory import free_on
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
+from ds_ckpt.zero3.compatibility import same_ranks, shard_group
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient import GradientHook
 from ds_ckpt.zero3.resident import host_copy_bytes
@@ -54,10 +54,10 @@ class ResidentWeights:
     ) -> None:
         self.hook, self.codecs, self.groups = hook, codecs, groups
         self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
-        candidates, group = [*codecs, *[GATHERED] * may_detach], engine.optimizer.dp_process_group
+        candidates = [*codecs, *[GATHERED] * may_detach]
         self.tuner: Tuner | None = None
         if len(candidates) > 1:
-            self.tuner = Tuner("resident weights", candidates, group, hook.device)
+            self.tuner = Tuner("resident weights", candidates, hook.device)
 
     def describe(self) -> str:
         """Return a clause for the line at the start."""
@@ -129,8 +129,11 @@ def make_resident(
     from deepspeed import comm
 
     optimizer, asked = engine.optimizer, show(config.resident)
-    refuse_model_parallel(engine, "$.ds_ckpt.weights.resident to false")
-    nodes = hosts_of(optimizer.dp_process_group, least=1)
+    own = optimizer.dp_process_group
+    if not all(same_ranks(shard_group(optimizer, p), own) for p in engine.module.parameters()):
+        why = "ZeRO-3 shards parameters over several process groups, and a copy belongs to one"
+        raise _refusal("resident", asked, why, "build the model without zero.Init")
+    nodes = hosts_of(own, least=1)
     if nodes == ONE_NODE:
         return None
     if isinstance(nodes, str):
@@ -145,12 +148,9 @@ def make_resident(
         why = f"{key} is {partition}, and a node has {local} ranks"
         raise _refusal("resident", asked, why, f"write {local}, or remove that key")
     codecs = _codecs(config, optimizer.fp16_partitioned_groups_flat[0].dtype)
-    rank = dist.get_rank(optimizer.dp_process_group)
+    rank = dist.get_rank(own)
     refuse_too_large(engine, NodeLayout(len(nodes), local, rank, None), asked)
-    # every rank creates every group, in the same order
-    inside = [comm.new_group(list(members)) for members in nodes][rank // local]
-    between = comm.new_group([member for members in nodes for member in members])
-    warm(between)
+    inside, between = new_groups(own, nodes[rank // local], range(len(nodes) * local))
     try:
         hook = WeightsHook(
             optimizer,
@@ -194,7 +194,7 @@ def refuse_too_large(engine: Any, layout: NodeLayout, asked: str) -> None:
         for p in missing
     )
     lacking = torch.tensor(needed - free_on(device), device=device)
-    dist.all_reduce(lacking, dist.ReduceOp.MAX, group=engine.optimizer.dp_process_group)
+    dist.all_reduce(lacking, dist.ReduceOp.MAX)
     if lacking > 0:
         why = f"the copy takes {size(needed)} of memory, {size(int(lacking))} more than are free"
         raise _refusal("resident", asked, why, f"free {size(int(lacking))}")

@@ -51,10 +51,24 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def hosts_of(group: Any, *, least: int = 2) -> Hosts | str:
-    """Apply `arrange` to a process group. Collective: every rank of it calls this."""
-    places: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(places, here(), group=group)
-    return arrange(places, least=least)
+    """Apply `arrange` to the group of every rank of the program: one answer on all. Collective.
+
+    With tensor parallelism several groups exchange, each the gradients of one slice. Parameters
+    that are not sliced stay equal only if all groups do the same.
+    """
+    every: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(every, (_ranks(group), here()))
+    answers = {
+        arrange([every[rank][1] for rank in ranks], least=least)
+        for ranks in dict.fromkeys(ranks for ranks, _ in every)
+    }
+    return answers.pop() if len(answers) == 1 else "process groups are divided over nodes unequally"
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Return the ranks of a group in the program; None is the whole program."""
+    group = torch_dist.group.WORLD if group is None else group
+    return tuple(torch_dist.get_process_group_ranks(group))
 
 
 def arrange(places: Sequence[Place], *, least: int = 2) -> Hosts | str:
@@ -118,7 +132,7 @@ class Groups:
 def make_groups(group: Any, levels: Levels) -> Groups:
     """Make the groups of 1 or 2 levels, or "auto": 2 if nodes have several ranks, equally many.
 
-    Collective: every rank of the program calls it with the same arguments.
+    Collective: every rank of the program calls it, with the same `levels`.
     """
     hosts = hosts_of(group) if levels != 1 else ONE_NODE
     if isinstance(hosts, str):
@@ -128,24 +142,33 @@ def make_groups(group: Any, levels: Levels) -> Groups:
         remedy = 'write "auto" or 1, or give every node of the hostfile the same slots'
         raise UnsupportedError(Problem("$.ds_ckpt.compression.exchange.levels", "2", why, remedy))
     peers = tuple(tuple(sorted(place)) for place in zip(*hosts, strict=True))
-    # every rank makes every group: made by its members alone, a group is named by its ranks, and
-    # a second one of that name finds the addresses of the first
-    world = group if group is not None else torch_dist.group.WORLD
-    ranks, me = torch_dist.get_process_group_ranks(world), torch_dist.get_rank(group)
-    mine = []
-    for members in (*peers, *hosts):
-        new = torch_dist.new_group(sorted(ranks[p] for p in members))
-        if me in members:
-            mine.append(new)
-    between, inside = mine
-    for new in mine:
-        warm(new)
+    me = torch_dist.get_rank(group)
+    between, inside = new_groups(
+        group, *(next(m for m in sets if me in m) for sets in (peers, hosts))
+    )
     return Groups(between, inside, peers)
 
 
-def warm(group: Any) -> None:
-    """Make the group's communicator now; NCCL would make it amid a backward. Collective."""
-    torch_dist.barrier(group=group)
+def new_groups(group: Any, *wanted: Sequence[int]) -> list[Any]:
+    """Make a process group of each sequence of members of `group`, given by index, this rank too.
+
+    Collective over the program: every rank makes the groups of all, in the same order. A group made
+    by its members alone is named by its ranks, and a second one of that name finds the addresses of
+    the first.
+    """
+    ranks = _ranks(group)
+    mine = [tuple(sorted(ranks[index] for index in members)) for members in wanted]
+    every: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(every, mine)
+    made: dict[int, Any] = {}
+    for place in range(len(wanted)):
+        for members in dict.fromkeys(theirs[place] for theirs in every):
+            new = torch_dist.new_group(members)
+            if torch_dist.get_rank() in members:
+                made[place] = new
+    for new in made.values():  # NCCL would make the communicator amid a backward
+        torch_dist.barrier(group=new)
+    return [made[place] for place in range(len(wanted))]
 
 
 def discard(group: Any) -> None:

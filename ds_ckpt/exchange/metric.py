@@ -104,10 +104,12 @@ class PreconditionerEstimate:
         parts = [part for name in names for part in taken[name]]
         total = torch.cat(parts)
         self._all_reduce(total)
-        if not torch.isfinite(total).all():
-            return  # squares may overflow although values do not
         sums = total.split([len(part) for part in parts])
-        for name, *new in zip(names, sums[::2], sums[1::2], strict=True):
+        # squares may overflow although values do not; by tensor, as slices of others differ
+        finite = torch.stack([part.isfinite().all() for part in sums]).view(-1, 2).all(1).tolist()
+        for name, *new, is_finite in zip(names, sums[::2], sums[1::2], finite, strict=True):
+            if not is_finite:
+                continue
             old = self._sums.get(name, new)
             rows, columns = (
                 torch.lerp(before.to(now.device), now, 1 - _OLD_SHARE)

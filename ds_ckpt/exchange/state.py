@@ -5,11 +5,15 @@ sum over ranks of every entry: residuals are in units of the averaged gradient, 
 training has not delivered yet, whatever the number of ranks. With two levels, another world size or
 another division over nodes starts residuals at zero, with a warning.
 
+With tensor parallelism each slice of the model has files of its own, `mp00of02` in their names: one
+name then means other entries. Another number of slices is refused.
+
 A file is safetensors with a digest (`sealed.py`). Tensors: `residual/NAME` as it is kept (fp32,
 bf16 or int8), `scales/NAME` with int8, and `PART/KEY` of other state. Metadata: `format`, `method`,
 and `about` in JSON:
 
     process, world  rank of the file
+    slice           slice of the model, as in the name; "": all of it
     steps           committed steps, which the rounding of the next one depends on
     members         ranks whose shards the residuals cover, in this order; null: all
     values          by part, values that are no tensors
@@ -44,8 +48,8 @@ FORMAT = "3"
 _RESIDUAL, _SCALES = "residual/", "scales/"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
-_PATTERN = "ds_ckpt_residuals_{process:05d}_of_{world:05d}.safetensors.model_states.pt"
-_NAME = re.compile(r"ds_ckpt_residuals_(\d+)_of_(\d+)\.safetensors.*")
+_PATTERN = "ds_ckpt_residuals_{part}{process:05d}_of_{world:05d}.safetensors.model_states.pt"
+_NAME = re.compile(r"ds_ckpt_residuals_(?:(mp\d+of\d+)_)?(\d+)_of_(\d+)\.safetensors.*")
 _WHY = "residuals of all ranks are needed: their sum is not delivered yet"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 Parts = Mapping[str, Mapping[str, Any]]
@@ -76,7 +80,7 @@ class SavedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        rank, self.world = _place(path)
+        rank, self.world, part = *_place(path), _slice(path)
         try:
             self._file = SealedFile(path)
             metadata = self._file.metadata
@@ -88,6 +92,8 @@ class SavedFile:
             self._values: dict[str, dict[str, Any]] = about.get("values", {})
             if (about.get("process", rank), about.get("world", self.world)) != (rank, self.world):
                 raise DamagedError("the file of another rank")
+            if about.get("slice", "") != part:
+                raise DamagedError(f"the file of slice {about.get('slice')!r} under this name")
         except (ValueError, TypeError, AttributeError) as error:
             raise _refused(path, str(error)) from error
         keys = self._file.keys
@@ -124,7 +130,7 @@ class ResidualFiles:
 
     A checkpoint of another `method` or other `numels` (by parameter) is refused. `feedback` is None
     if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
-    there cover; empty with one level.
+    there cover; empty with one level. `part` is the slice of the model, "" for all of it.
     """
 
     what = "residuals"
@@ -142,7 +148,9 @@ class ResidualFiles:
         world: int,
         peers: Sequence[tuple[int, ...]] = (),
         step: Stateful | None = None,
+        part: str = "",
     ) -> None:
+        self._part = part
         self._feedback = feedback
         self._method = method
         self._numels = numels
@@ -184,8 +192,9 @@ class ResidualFiles:
         place = {"process": self._dp_rank, "world": self._world}
         members = self._members(self._dp_rank)
         about = {**place, "steps": self._feedback.steps, "members": members, "values": values}
+        about["slice"] = self._part
         metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
-        write(folder / _PATTERN.format(**place), tensors, metadata)
+        write(folder / _name(self._part, **place), tensors, metadata)
 
     def read(self, folder: Path) -> Contents | None:
         """Return this rank's part of a checkpoint; None if it has no residuals.
@@ -201,7 +210,12 @@ class ResidualFiles:
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
-        paths = _complete(folder, found)
+        slices = {_slice(path) for path in found}
+        if {part[-4:] for part in slices} != {self._part[-4:]} or self._part not in slices:
+            what = f"residuals of model slices {', '.join(sorted(slices)) or 'none'}"
+            remedy = "restore the files of one save, use its tensor-parallel size"
+            raise _refused(folder, what, f"this rank holds {self._part or 'whole tensors'}", remedy)
+        paths = _complete(folder, [path for path in found if _slice(path) == self._part])
         first = self._fitting(paths[0])
         is_same = self._is_same_world(paths, first)
         mine = paths[self._dp_rank :: self._world]  # every file is checked by one rank
@@ -279,12 +293,13 @@ class ResidualFiles:
         """Warn that residuals are dropped: this run is plain DeepSpeed, or sends everything."""
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
-            found = [path for path in found if self._fitting(path).names]
+            own = [path for path in found if _slice(path) == self._part]
+            found = [path for path in own if self._fitting(path).names]
         if found:
             self._warn(f"%s holds residuals; method {self._method} drops them", folder)
 
     def _warn(self, message: str, folder: Path) -> None:
-        if self._dp_rank == 0:
+        if self._dp_rank == 0 and self._part[:4] in ("", "mp00"):
             log.warning(f"ds_ckpt: {message}", folder)
 
 
@@ -296,7 +311,18 @@ def _place(path: Path) -> tuple[int, int]:
     """Return rank and world of a file's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
-    return int(match[1]), int(match[2])
+    return int(match[2]), int(match[3])
+
+
+def _slice(path: Path) -> str:
+    """Return the slice of a file's name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return match[1] or ""
+
+
+def _name(part: str, process: int, world: int) -> str:
+    return _PATTERN.format(part=part and f"{part}_", process=process, world=world)
 
 
 def _complete(folder: Path, found: list[Path]) -> list[Path]:
@@ -304,7 +330,7 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
     files = {_place(path): path for path in found}
     worlds = sorted({world for _, world in files})
     places = [(process, worlds[0]) for process in range(worlds[0])]
-    missing = [_PATTERN.format(process=p, world=w) for p, w in places if (p, w) not in files]
+    missing = [_name(_slice(found[0]), p, w) for p, w in places if (p, w) not in files]
     if missing or len(worlds) > 1:
         what = f"residuals of {len(found)} ranks, worlds {worlds}"
         what += f", without {', '.join(missing)}" if missing else ""

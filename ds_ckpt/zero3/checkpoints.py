@@ -18,8 +18,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as torch_dist
-
 from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
@@ -69,8 +67,6 @@ def wrap_checkpoints(
     """
     save, load = engine.save_checkpoint, engine.load_checkpoint
     save_signature, load_signature = inspect.signature(save), inspect.signature(load)
-    group = engine.optimizer.dp_process_group
-    is_first = torch_dist.get_rank(group) == 0
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +78,7 @@ def wrap_checkpoints(
         folder = Path(given["save_dir"]) / name
 
         def begin() -> None:
-            if is_first:
+            if engine.global_rank == 0:
                 files.clear(folder)
 
         # DeepSpeed writes `latest` once rank 0 is done; here it is written once all ranks are
@@ -95,10 +91,10 @@ def wrap_checkpoints(
                 with replacing(Path(given["save_dir"]) / "latest") as latest:
                     latest.write_text(name)
 
-        run_on_all_or_raise(begin, group, what="clear the checkpoint's folder")
+        run_on_all_or_raise(begin, what="clear the checkpoint's folder")
         result = save(*bound.args, **bound.kwargs)
-        run_on_all_or_raise(lambda: files.save(folder), group, what=f"save its {files.what}")
-        run_on_all_or_raise(end, group, what="name the checkpoint in `latest`")
+        run_on_all_or_raise(lambda: files.save(folder), what=f"save its {files.what}")
+        run_on_all_or_raise(end, what="name the checkpoint in `latest`")
         return result
 
     def read(folder: Path, *, is_universal: bool) -> Any:
@@ -123,11 +119,11 @@ def wrap_checkpoints(
                 tag = latest.read_text().strip()
             return None if tag is None else read(folder / str(tag), is_universal=is_universal)
 
-        state = run_on_all_or_raise(read_if_loaded, group, what=f"read its {files.what}")
+        state = run_on_all_or_raise(read_if_loaded, what=f"read its {files.what}")
         with loading():
             result = load(*args, **kwargs)
             if result[0] is not None:
-                run_on_all_or_raise(drop_step, group, what="end the step in progress")
+                run_on_all_or_raise(drop_step, what="end the step in progress")
                 files.restore(state)
         return result
 

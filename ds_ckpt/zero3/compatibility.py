@@ -113,7 +113,7 @@ optimizer._overflow_check_and_loss_scale_update(self) until 0.19.7 1520527001be9
 optimizer.backward_epilogue(self) 39621f816a2c8a87 ce90764673eb98bf
     release weights that backward did not use
 optimizer._get_param_partition_group(self, param) since 0.19.3 e8162d67d6a4a2e3
-    refuse a bucket whose group is not the data-parallel one
+    find the group that a parameter is sharded over
 coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6 05539cae61f4a4ce
     keep gathered weights from recomputation until backward has used them
 coordinator.fetch_sub_module(self, current_submodule, forward) 9c7f5d85beb35484
@@ -322,6 +322,30 @@ def ends_step(optimizer: Any) -> bool:
     """Return whether this micro-step ends a step. A method since 0.19.5, an attribute before."""
     answer = optimizer.is_gradient_accumulation_boundary
     return bool(answer() if callable(answer) else answer)
+
+
+def shard_group(optimizer: Any, param: Any) -> Any:
+    """Return the process group that shards a parameter and reduces its gradient."""
+    find = getattr(optimizer, "_get_param_partition_group", None)  # since 0.19.3
+    return optimizer.dp_process_group if find is None else find(param)
+
+
+def same_ranks(group: Any, other: Any) -> bool:
+    """Return whether two process groups have the same ranks in the same order."""
+    ranks = torch_dist.get_process_group_ranks
+    return group is other or ranks(group) == ranks(other)
+
+
+def use_shard_group(optimizer: Any, patches: Patches) -> None:
+    """Make the group that shards all trained parameters the optimizer's own.
+
+    With `mesh_param`, DeepSpeed's is that of the data-parallel ranks, which would decide without
+    the sequence-parallel ones whether a step is skipped.
+    """
+    first, *others = (shard_group(optimizer, p) for group in optimizer.fp16_groups for p in group)
+    own = optimizer.dp_process_group
+    if not same_ranks(first, own) and all(same_ranks(first, other) for other in others):
+        patches.set(optimizer, "dp_process_group", first)
 
 
 def check_identity(

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
-from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.compatibility import Reduce, check_identity, fill_in_verdict
@@ -67,7 +66,7 @@ class GradientHook:
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
-        names: Parameter name by `ds_id`.
+        names: Names by `ds_id` of the parameters to exchange; DeepSpeed reduces other buckets.
         verify: An exchange that sends everything, if DeepSpeed's source has changed: the first
             finite bucket is compared with DeepSpeed's own reduction.
 
@@ -189,7 +188,8 @@ class GradientHook:
         """Answer one call of `reduce_scatter_coalesced` for the bucket's parameters."""
         assert self._exchange is not None
         assert len(params) == len(tensors), "DeepSpeed reduces another bucket than announced"
-        self._refuse_foreign_group(params[0], group)
+        if params[0].ds_id not in self._names:  # a bucket has one group
+            return deepspeed_reduce(tensors)
         names = [self._names[p.ds_id] for p in params]
         how: dict[str, Any] = {"loss_scale": self._scale(), "deepspeed_reduce": deepspeed_reduce}
         if self._verify is not None:
@@ -261,15 +261,6 @@ class GradientHook:
         scaler = getattr(self._optimizer, "torch_autocast_gradscaler", None)
         scale = float(self._optimizer.loss_scale)
         return scale * float(scaler.get_scale()) if scaler is not None else scale
-
-    def _refuse_foreign_group(self, param: Any, group: Any) -> None:
-        world = torch_dist.get_world_size(group)
-        ours = torch_dist.get_world_size(self._optimizer.dp_process_group)
-        if world != ours:
-            found = f"a reduction over {world} ranks, others go over {ours}"
-            why = "residuals belong to one data-parallel group, and expert gradients use another"
-            remedy = 'set "ds_ckpt": {"compression": {"method": "none"}} for this model'
-            raise UnsupportedError(Problem(self._names[param.ds_id], found, why, remedy))
 
     def detach(self) -> None:
         """Give the optimizer its own methods back."""

@@ -13,8 +13,8 @@ from ds_ckpt.errors import Problem, StateError
 _T = TypeVar("_T")
 
 
-def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _T:
-    """Run `action` on every rank of the group; if it fails on one, all raise.
+def run_on_all_or_raise(action: Callable[[], _T], *, what: str) -> _T:
+    """Run `action` on every rank of the program; if it fails on one, all raise.
 
     `action` must not call a collective. `what` names it for the ranks on which it succeeded: they
     raise StateError with the message of one that failed.
@@ -29,15 +29,14 @@ def run_on_all_or_raise(action: Callable[[], _T], group: Any, *, what: str) -> _
         failure = error
     device = torch.device(get_accelerator().current_device_name())
     failed = torch.tensor([int(failure is not None)], dtype=torch.int64, device=device)
-    torch_dist.all_reduce(failed, group=group)
+    torch_dist.all_reduce(failed)
     if not failed.item():
         return result[0]
-    messages: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(messages, None if failure is None else str(failure), group=group)
+    messages: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(messages, None if failure is None else str(failure))
     if failure is not None:
         raise failure
     rank, message = next((r, text) for r, text in enumerate(messages) if text is not None)
-    where = "the other ranks of the data-parallel group"
     found = f"{int(failed.item())} of them could not {what}; rank {rank}:\n{message}"
     why, remedy = "all ranks do it, or none", "follow that error's remedy"
-    raise StateError(Problem(where, found, why, remedy))
+    raise StateError(Problem("the other ranks", found, why, remedy))

@@ -66,10 +66,10 @@ def test_we_read_it(preset: Path) -> None:
     config = parse(load_file(preset))
     assert config.active
     name, method = preset.stem, config.compression.method
-    assert config.activation.policy == next(
-        (policy for policy in ("block", "selective") if policy in name), "none"
-    )
-    assert config.activation.offload == ("offload" in name)
+    policies = {"block": "block", "selective": "selective", "partition": "block"}
+    assert config.activation.policy == next((p for w, p in policies.items() if w in name), "none")
+    assert config.activation.offload == ("offload" in name or "partition" in name)
+    assert config.activation.partition == ("partition" in name)
     words = {"topk": "topk", "dense": "dense", "powersgd": "powersgd", "1bit": "entropy_coded"}
     words |= {"50x": "entropy_coded", "bit": "quantize"}
     assert method == next((m for word, m in words.items() if word in name), "none")

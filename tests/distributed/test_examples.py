@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_others(script: str, tmp_path: Path) -> None:
     else:
         (loss,) = (float(x) for x in re.findall(r"mean loss of 12 steps: (\d+\.\d+)", output))
         assert 0 < loss < 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["topk", "powersgd"])
+def test_presets_of_tensor_parallelism(method: str, tmp_path: Path) -> None:
+    """The plain script on two by two ranks; here compression begins in the third step, in fp32."""
+    preset = load_file(EXAMPLES.parent / "ds_configs" / f"zero3_partition_{method}.json")
+    preset["bf16"]["enabled"] = False
+    preset["optimizer"]["params"]["torch_adam"] = True
+    preset["ds_ckpt"]["compression"] |= {"warmup_steps": 2, "exchange": {"autotune": False}}
+    config = tmp_path / "preset.json"
+    config.write_text(json.dumps(preset))
+    argv = [str(EXAMPLES / "train.py"), "--steps", "6", "--config", str(config)]
+    said = deepspeed(Loopback(4), argv, tmp_path, limit_s=500)
+    assert _losses(said)[-1] < _losses(said)[0]
+    assert "inputs split over the tensor-parallel group" in said
+    assert re.search(r"(Top-K|rank 16).* tensors: [\d.]+% of the dense gradient bytes", said)
 
 
 @pytest.mark.slow

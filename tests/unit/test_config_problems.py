@@ -127,8 +127,6 @@ cw checkpoint.use_node_local_storage true false
 c optimizer.type "Muon","MUON" "AdamW","auto"
 cwa compile.deepcompile true false
 cw expert_parallel.enabled true false
-cw tensor_parallel.autotp_size 2 1
-cw sequence_parallel_size 2 1
 c gradient_predivide_factor 2.0,0.5 1.0,1
 c prescale_gradients true false
 c gradient_allreduce_op "SUM" "mean"

@@ -92,6 +92,16 @@ def test_skipped_and_nonfinite_gradients_do_not_count() -> None:
         assert all(torch.equal(before[key], value) for key, value in after.items())
 
 
+def test_a_tensor_whose_squares_overflow_leaves_others_alone() -> None:
+    """Other tensor-parallel ranks have other slices, and the same replicated parameters."""
+    metric = PreconditionerEstimate(alone)
+    metric.begin_step(0)
+    for name, value in (("slice", 1e30), ("replicated", 2.0)):
+        metric.add_gradient(name, SHAPE, layout(1), torch.full([SHAPE.numel()], value), 1.0)
+    metric.end_step(skipped=False)
+    assert metric._sums.keys() == {"replicated"}
+
+
 @pytest.mark.parametrize("own_too", [False, True])
 def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(
     own_too: bool, monkeypatch: pytest.MonkeyPatch

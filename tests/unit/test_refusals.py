@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_ckpt.engine import weights
-from ds_ckpt.engine.refusals import refuse_model_parallel, refuse_unsupported
+from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import NodeLayout
@@ -33,13 +33,6 @@ def test_pipelines_are_refused(engine: object) -> None:
     refuse_unsupported(SimpleNamespace(zero_optimization_stage=lambda: 2))
 
 
-@pytest.mark.parametrize("attribute", ["mp_world_size", "sequence_parallel_size"])
-def test_groups_that_share_parameter_names_are_refused(attribute: str) -> None:
-    with pytest.raises(UnsupportedError, match=attribute):
-        refuse_model_parallel(SimpleNamespace(**{attribute: 2}))
-    refuse_model_parallel(SimpleNamespace(mp_world_size=1, sequence_parallel_size=1))
-
-
 class Parameter(SimpleNamespace):
     def element_size(self) -> int:
         return 2
@@ -54,7 +47,6 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
     engine = SimpleNamespace(
         device="cpu",
         module=SimpleNamespace(parameters=lambda: [missing, made]),
-        optimizer=SimpleNamespace(dp_process_group=None),
     )
     needed, layout = 16 * 125_001, NodeLayout(4, 2, 0, None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)

@@ -40,7 +40,6 @@ class Run:
         self.hook, self.busy, self.now_s = Hook(), False, 0.0
         self.resident_s = resident_s
         self.engine = SimpleNamespace(
-            optimizer=SimpleNamespace(dp_process_group=None),
             skipped_steps=0,
         )
         hook: Any = self.hook
@@ -63,9 +62,9 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda times, group: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda times: None)
     monkeypatch.setattr(weights, "refuse_too_large", lambda *_: None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback
@@ -215,6 +216,38 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_pa
     one.unlink()
     with pytest.raises(StateError, match=r"without ds_ckpt_residuals_00001_of_00004"):
         Processes(2).load(tmp_path)
+
+
+def test_slices_of_tensor_parallel_ranks_have_their_own_files(tmp_path: Path) -> None:
+    slices = [Processes(2, part=f"mp0{part}of02") for part in range(2)]
+    for seed, saved in enumerate(slices):
+        saved.train(2, seed)
+        for files in saved.files:
+            files.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    for saved in slices:
+        resumed = Processes(2, part=saved.files[0]._part)
+        resumed.load(tmp_path)
+        assert resumed.bits() == saved.bits()
+    for part, words in (("", "whole tensors"), ("mp00of04", "holds mp00of04")):
+        with pytest.raises(StateError, match=f"mp00of02, mp01of02[\\s\\S]*{words}"):
+            Processes(2, part=part).load(tmp_path)
+    slices[0].files[0].clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_versions_without_slices_load(tmp_path: Path) -> None:
+    saved = Processes(1)
+    saved.train(1)
+    saved.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    metadata = SealedFile(path).metadata
+    about = json.loads(metadata["about"])
+    del about["slice"]
+    write(path, load_file(path), {**metadata, "about": json.dumps(about)})
+    resumed = Processes(1)
+    resumed.load(tmp_path)
+    assert resumed.bits() == saved.bits()
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

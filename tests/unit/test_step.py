@@ -70,15 +70,15 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def _two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, group: t.mul_(2))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: t.mul_(2))
 
 
 def made(
     machine: Machine, other: str = "deepspeed", current_step: Callable[[], int] = lambda: 1
 ) -> StepState:
-    tuner = Tuner("gradients", ("compressed", other), None, torch.device("cpu"))
+    tuner = Tuner("gradients", ("compressed", other), torch.device("cpu"))
     tuner._clock = lambda: machine.now_s
     exchange: Any = machine
     return StepState(exchange, warmup_steps=1, current_step=current_step, tuner=tuner)

@@ -37,19 +37,19 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     reduced(monkeypatch, 1, lambda times: times)
 
 
 def reduced(
     monkeypatch: pytest.MonkeyPatch, world: int, all_reduce: Callable[[Tensor], object]
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: world)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda times, group: all_reduce(times))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
 
 def made(*candidates: str) -> Tuner:
-    tuner = Tuner("things", candidates or ("ours", "other"), None, torch.device("cpu"))
+    tuner = Tuner("things", candidates or ("ours", "other"), torch.device("cpu"))
     tuner._clock = Clock()
     return tuner
 

@@ -1,0 +1,317 @@
+"""Run in the worker processes: compression and resident weights beside tensor and sequence
+parallelism, two by two."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+import ds_ckpt
+from ds_ckpt.engine import tuner as tuning
+from ds_ckpt.engine.gradients import residual_files
+from tests.distributed import models
+from tests.distributed.cases_levels import hosts
+from tests.distributed.pool import fresh, once
+from tests.distributed.tensor_parallel import (
+    MegatronMpu,
+    ParallelModel,
+    across,
+    auto_tp,
+    mpu_forgotten,
+    neighbours,
+)
+
+SIZE = 2
+_ulysses: list[Any] = []
+"""Hugging Face's attention over sequence-parallel ranks, and its mpu: made once a process."""
+
+
+class _MeanOfTokens(torch.autograd.Function):
+    """The mean loss over a sequence's ranks. Each calls backward, and ZeRO-3 takes the mean of all.
+
+    Backward of torch's differentiable all-gather takes ranks of a group for those of the world.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, group: Any) -> torch.Tensor:
+        both = torch.stack([own.detach() * count, count.float()])
+        dist.all_reduce(both, group=group)
+        ctx.weight = dist.get_world_size(group) * count / both[1]
+        return both[0] / both[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.weight, None, None
+
+
+@contextmanager
+def _sequence_parallel(model: Any) -> Iterator[Any]:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not _ulysses:
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model, "sdpa", sequence_parallel_size=SIZE, micro_batch_size=2
+        )
+        _ulysses.extend([ALL_ATTENTION_FUNCTIONS["sdpa"], mpu])
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _ulysses[0]
+    try:
+        yield _ulysses[1]
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+
+
+@contextmanager
+def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[Any]:
+    """An engine of two by two ranks.
+
+    Args:
+        kind: "tp" (AutoTP), "init" (of a model made in zero.Init), "megatron" (an mpu), "sp"
+            (Ulysses as Hugging Face registers it) or "mesh" (DeepSpeed's device mesh).
+    """
+    fresh()
+    config = models.zero3_config(**{"clip": 1.0, **options}, **sections)
+    arguments: dict[str, Any] = {}
+    with mpu_forgotten(), auto_tp(SIZE) if kind in ("tp", "init") else nullcontext():
+        if kind in ("tp", "init"):
+            config["tensor_parallel"] = {"autotp_size": SIZE}
+        if kind == "mesh":
+            config |= {"sequence_parallel_size": SIZE, "data_parallel_size": SIZE}
+        if kind == "megatron":
+            arguments["mpu"] = mpu = MegatronMpu(neighbours(SIZE), across(SIZE))
+            model: Any = ParallelModel(mpu.get_model_parallel_group())
+        elif kind == "init":
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = models.build("llama")
+        else:
+            model = models.build("llama")
+        if kind == "tp":  # embeddings and head, the largest matrices, are replicated
+            for name in ("lm_head", "model.embed_tokens"):
+                model._tp_plan.pop(name, None)
+        with _sequence_parallel(model) if kind == "sp" else nullcontext() as ulysses:
+            if kind == "sp":
+                arguments["mpu"] = ulysses
+            parameters = list(model.parameters())
+            engine, *_ = ds_ckpt.initialize(
+                model=model, model_parameters=parameters, config=config, **arguments
+            )
+            engine.train()
+            try:
+                yield engine
+            finally:
+                engine.destroy()
+                groups.mesh_device = None
+
+
+def _loss(engine: Any, kind: str, step: int) -> torch.Tensor:
+    replica = dist.get_rank() // (1 if kind == "mesh" else SIZE)
+    if kind == "megatron":
+        generator = torch.Generator().manual_seed(1000 * step + replica)
+        return engine(torch.randn(2, 5, 7, generator=generator))  # type: ignore[no-any-return]
+    data = models.batch("llama", step, replica)
+    if kind != "sp":
+        return models.loss_of(engine(**data))
+    tokens, labels = data["input_ids"], data["labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    own = [x.chunk(SIZE, 1)[dist.get_rank() % SIZE] for x in (tokens, labels, places)]
+    logits = engine(input_ids=own[0], position_ids=own[2]).logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, own[1].flatten())
+    group = _ulysses[1].get_sequence_parallel_group()
+    return _MeanOfTokens.apply(loss, (own[1] != -100).sum(), group)  # type: ignore[no-any-return]
+
+
+def _train(engine: Any, kind: str, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = _loss(engine, kind, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def digests(engine: Any) -> dict[str, str]:
+    """By name, of this rank's shard without padding."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        part = parameter.ds_tensor.detach().flatten()
+        start = dist.get_rank(parameter.ds_process_group) * part.numel()
+        real = part[: max(0, min(part.numel(), parameter.ds_numel - start))].contiguous()
+        found[name] = hashlib.sha256(real.view(torch.uint8).numpy()).hexdigest()
+    return found
+
+
+def _owed(engine: Any) -> dict[str, torch.Tensor]:
+    """Residuals summed over the ranks that exchange."""
+    sums = {}
+    for name, residual in sorted(ds_ckpt.session_of(engine).residuals.items()):
+        sums[name] = residual.double()
+        dist.all_reduce(sums[name], group=engine.optimizer.dp_process_group)
+    return sums
+
+
+@once(when=lambda kind, sections, *_, **__: not sections)
+def run(
+    kind: str,
+    sections: dict[str, Any],
+    steps: int,
+    *,
+    slots: list[int] | None = None,
+    skewed: bool = False,
+    save: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Train; what the weights were and are, and what is said.
+
+    Args:
+        slots: pretended nodes of so many ranks.
+        skewed: every other rank's clock finds compressed steps fast, and the others' slow; a
+            comparison then has one step of each.
+        save: a folder, written two steps before the end.
+    """
+    before, tuning.COUNTED_STEPS = tuning.COUNTED_STEPS, 1 if skewed else tuning.COUNTED_STEPS
+    try:
+        with (
+            hosts(slots or [dist.get_world_size()]),
+            engine_of(kind, sections, **options) as engine,
+        ):
+            session, start = ds_ckpt.session_of(engine), digests(engine)
+            if skewed:
+                _skew(session.exchange.step.tuner)
+            losses = _train(engine, kind, 0, steps - 2)
+            owed = _owed(engine) if session else {}
+            if save:
+                engine.save_checkpoint(save, tag="good")
+            losses += _train(engine, kind, steps - 2, steps)
+            tuner = session.exchange.step.tuner if session and session.exchange else None
+            return {
+                "losses": losses,
+                "start": start,
+                "end": digests(engine),
+                "owed": owed,
+                "choice": tuner.choice if tuner else None,
+                "summary": session.summary if session else "",
+                "kept": dict(session.partition.kept_bytes) if session and session.partition else {},
+                "skipped": int(engine.skipped_steps),
+            }
+    finally:
+        tuning.COUNTED_STEPS = before
+
+
+def _skew(tuner: Any) -> None:
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        is_fast = (tuner.current == "compressed") == (dist.get_rank() % SIZE == 0)
+        now_s += 1.0 if is_fast else 4.0 if tuner.current == "compressed" else 2.0
+        return now_s
+
+    tuner._clock = clock
+
+
+def resume(
+    kind: str, sections: dict[str, Any], folder: str, bad: list[str], first: int, last: int
+) -> dict[str, Any]:
+    """Load tags that are refused, then the good one, and train on."""
+    with engine_of(kind, sections) as engine:
+        _train(engine, kind, 50, 51)
+        weights, owed, said = digests(engine), _owed(engine), {}
+        for tag in bad:
+            try:
+                engine.load_checkpoint(folder, tag=tag)
+            except ds_ckpt.StateError as error:
+                said[tag] = str(error)
+        same = weights == digests(engine) and _equal(owed, _owed(engine))
+        engine.load_checkpoint(folder, tag="good")
+        owed = _owed(engine)
+        losses = _train(engine, kind, first, last)
+        return {
+            "said": said,
+            "unchanged": same,
+            "owed": owed,
+            "losses": losses,
+            "end": digests(engine),
+        }
+
+
+def _equal(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == other.keys() and all(torch.equal(some[n], other[n]) for n in some)
+
+
+def owed_in(folder: str, sections: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What two tensor-parallel ranks of another data-parallel size read."""
+    with engine_of("tp", sections) as engine:
+        gradients = ds_ckpt.session_of(engine).exchange
+        files = residual_files(engine, sections["ds_ckpt"]["compression"]["method"], gradients)
+        files.restore(files.read(Path(folder)))
+        return _owed(engine)
+
+
+def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
+    """Law 3 in a step: the largest gap, relative, of what came in against what is left and owed."""
+    with engine_of(kind, sections, bucket=10**7) as engine:
+        _train(engine, kind, 0, steps)
+        group = engine.optimizer.dp_process_group
+        session, before, seen = ds_ckpt.session_of(engine), _owed(engine), {}
+        exchange = session.exchange.step
+        reduce = exchange.reduce
+
+        def watched(names: Any, tensors: Any, **how: Any) -> Any:
+            given = [t.double().flatten() for t in tensors]
+            result = reduce(names, tensors, **how)
+            seen.update(zip(names, zip(given, result, strict=True), strict=True))
+            return result
+
+        exchange.reduce = watched
+        _train(engine, kind, steps, steps + 1)
+        after, worst = _owed(engine), 0.0
+        world, me = dist.get_world_size(group), dist.get_rank(group)
+        for name, left in after.items():
+            given, delivered = seen[name]
+            dist.all_reduce(given, group=group)
+            put_in = before[name] + given / world
+            whole = torch.zeros(-(-len(given) // world) * world, dtype=torch.float64)
+            start = me * (len(whole) // world)
+            whole[start : start + len(delivered)] = delivered.double()
+            dist.all_reduce(whole, group=group)
+            gap = (put_in - whole[: len(given)] - left).abs().max() / put_in.abs().max()
+            worst = max(worst, float(gap))
+        assert after
+        return worst
+
+
+def poisoned(kind: str, sections: dict[str, Any], name: str) -> dict[str, Any]:
+    """One rank's gradient is NaN in one step: what that leaves."""
+    with engine_of(kind, sections) as engine:
+        _train(engine, kind, 0, 3)
+        weights, owed = digests(engine), _owed(engine)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            parameter = dict(engine.module.named_parameters())[name]
+            handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
+        _train(engine, kind, 3, 4)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            handle.remove()
+        same = weights == digests(engine) and _equal(owed, _owed(engine))
+        _train(engine, kind, 4, 5)
+        return {"same": same, "skipped": int(engine.skipped_steps)}
+
+
+def refused(kind: str, sections: dict[str, Any], slots: list[int]) -> str:
+    """The words of the error at the start, if there is one."""
+    try:
+        with hosts(slots), engine_of(kind, sections) as engine:
+            _train(engine, kind, 0, 1)
+            return ""
+    except ds_ckpt.UnsupportedError as error:
+        return str(error)

@@ -1,0 +1,243 @@
+"""Compression and resident weights beside tensor and sequence parallelism, on two by two ranks.
+
+Law 10: parameters that tensor-parallel ranks replicate stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import cases_parallel as cases
+from tests.distributed.models import topk_section
+
+METHODS = {
+    "topk": topk_section(topk={"density": 0.05}),
+    "quantize": topk_section(method="quantize", quantize={"bits": 3}),
+    "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
+    "entropy_coded": topk_section(
+        method="entropy_coded", entropy_coded={"bits": 1.0, "metric": "steps"}
+    ),
+}
+ACTIVATION = {"policy": "block", "offload_min_bytes": 0}
+TP_INPUTS = {"partition_activations": True, "cpu_checkpointing": True}
+DENSE = {"compression": {"method": "dense"}}
+
+
+def _with_inputs(kind: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Checkpointed blocks whose inputs go to the host, split first with tensor parallelism."""
+    if kind == "sp":
+        inputs: dict[str, Any] = {"cpu_checkpointing": True}
+        return {
+            "ds_ckpt": {"activation": ACTIVATION, **section},
+            "activation_checkpointing": inputs,
+        }
+    activation = {"partition_min_bytes": 0, **ACTIVATION}
+    return {"ds_ckpt": {"activation": activation, **section}, "activation_checkpointing": TP_INPUTS}
+
+
+def _check_replicas(ranks: list[Any]) -> None:
+    """Neighbours are tensor-parallel, and have shards of the same places."""
+    for one, other in (ranks[:2], ranks[2:]):
+        equal = [n for n, digest in one["start"].items() if other["start"][n] == digest]
+        assert {n for n in equal if "norm" in n} < set(equal) < set(one["start"])
+        assert [n for n in equal if one["end"][n] != other["end"][n]] == []
+        assert one["start"] != one["end"]
+
+
+@pytest.mark.parametrize("kind", ["tp", "sp", pytest.param("mesh", marks=pytest.mark.slow)])
+def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
+    """Bucket by bucket; with a sum of two ranks there is one order, with four there are more."""
+    stock = world4.run(cases.run, kind, {}, 4, timeout=240)
+    sections = {"ds_ckpt": DENSE} if kind == "mesh" else _with_inputs(kind, DENSE)
+    ours = world4.run(cases.run, kind, sections, 4, timeout=240)
+    for expected, got in zip(stock, ours, strict=True):
+        if kind == "tp":
+            assert got["end"] == expected["end"]
+            assert got["kept"]
+        assert got["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+
+
+def test_replicas_stay_equal_where_ranks_disagree_on_times(world4: Any) -> None:
+    """The tuner's choice is one of the program; of one slice's ranks alone it would be another."""
+    section = topk_section(
+        method="quantize", quantize={"bits": 3}, exchange={"autotune": True}, warmup_steps=1
+    )
+    ranks = world4.run(cases.run, "tp", {"ds_ckpt": section}, 9, skewed=True, timeout=240)
+    assert {rank["choice"] for rank in ranks} == {"deepspeed"}
+    _check_replicas(ranks)
+
+
+def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
+    world4: Any, tmp_path: Path
+) -> None:
+    """Each slice has its files; other slices', damaged ones and other sizes change nothing."""
+    sections = _with_inputs("tp", METHODS["topk"])
+    saved = world4.run(cases.run, "tp", sections, 5, save=str(tmp_path), timeout=240)
+    _check_replicas(saved)
+    good = tmp_path / "good"
+    names = sorted(p.name for p in good.glob("ds_ckpt_residuals_*"))
+    assert [n[:35] for n in names] == [
+        f"ds_ckpt_residuals_mp0{slice_}of02_0000{rank}_of"[:35]
+        for slice_ in (0, 1)
+        for rank in (0, 1)
+    ]
+    bad = {
+        "swapped": "the file of slice 'mp01of02' under this name",
+        "flipped": "checksum",
+        "missing": "model slices mp00of02",
+        "four": "model slices mp00of04, mp01of04",
+        "whole": "this rank holds mp0",
+    }
+    for tag in bad:
+        shutil.copytree(good, tmp_path / tag)
+    first, second = (tmp_path / "swapped" / names[i] for i in (0, 2))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    flipped = tmp_path / "flipped" / names[3]
+    flipped.write_bytes(flipped.read_bytes()[:-7] + b"1234567")
+    for name in names:
+        if "mp01" in name:
+            (tmp_path / "missing" / name).unlink()
+        path = tmp_path / "four" / name
+        path.rename(path.with_name(name.replace("of02_", "of04_")))
+        (tmp_path / "whole" / name).unlink()
+        (tmp_path / "whole" / name.replace("mp00of02_", "")).write_bytes(b"")
+    loaded = world4.run(cases.resume, "tp", sections, str(tmp_path), list(bad), 3, 5, timeout=240)
+    for before, after in zip(saved, loaded, strict=True):
+        assert after["unchanged"]
+        assert {tag: words for tag, words in bad.items() if words not in after["said"][tag]} == {}
+        assert after["losses"] == before["losses"][-2:]
+        assert after["end"] == before["end"]
+
+
+@pytest.mark.slow
+def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
+    world2: Any, world4: Any, tmp_path: Path
+) -> None:
+    sections = {"ds_ckpt": METHODS["powersgd"]}
+    saved = world4.run(cases.run, "tp", sections, 5, save=str(tmp_path), timeout=240)
+    loaded = world2.run(cases.owed_in, str(tmp_path / "good"), sections, timeout=240)
+    for before, after in zip(saved[:2], loaded, strict=True):
+        assert before["owed"].keys() == after.keys()
+        assert any(total.any() for total in after.values())
+        for name, total in before["owed"].items():
+            assert torch.allclose(total, after[name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_megatron_style_mpu(world4: Any) -> None:
+    """Blocks of plain PyTorch, whose slices have equal names and other values."""
+    activation = {"modules": ["ParallelBlock"], "partition_min_bytes": 0, "policy": "block"}
+    stock = world4.run(cases.run, "megatron", {}, 4)
+    inputs = {"activation_checkpointing": {"partition_activations": True}}
+    for section in (DENSE, METHODS["powersgd"]):
+        ours = {"ds_ckpt": {"activation": activation, **section}, **inputs}
+        ranks = world4.run(cases.run, "megatron", ours, 4)
+        for expected, got in zip(stock, ranks, strict=True):
+            assert (got["end"] == expected["end"]) == (section == DENSE)
+            assert got["kept"]
+            assert got["skipped"] == 0
+
+
+def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
+    """Residuals are in units of the mean over all ranks that share a parameter."""
+    for worst in world4.run(cases.conservation, "sp", {"ds_ckpt": METHODS["topk"]}, 1):
+        assert worst < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "mesh"])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
+    for worst in world4.run(cases.conservation, kind, {"ds_ckpt": METHODS[method]}, 2):
+        assert worst < 3e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("kind", ["tp", "sp"])
+def test_methods_train_alike_with_and_without_offloaded_inputs(
+    world4: Any, kind: str, method: str
+) -> None:
+    plain = world4.run(cases.run, kind, {"ds_ckpt": METHODS[method]}, 12, timeout=240)
+    moved = world4.run(cases.run, kind, _with_inputs(kind, METHODS[method]), 12, timeout=240)
+    for one, other in zip(plain, moved, strict=True):
+        assert one["end"] == other["end"]
+        assert one["losses"] == other["losses"]
+        assert one["owed"]
+    if kind == "tp":
+        _check_replicas(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["topk", "powersgd"])
+def test_sequence_parallel_state_is_resumed_to_the_bit(
+    world4: Any, tmp_path: Path, method: str
+) -> None:
+    sections = _with_inputs("sp", METHODS[method])
+    saved = world4.run(cases.run, "sp", sections, 5, save=str(tmp_path), timeout=240)
+    assert len(list((tmp_path / "good").glob("ds_ckpt_residuals_0000?_of_00004.*"))) == 4
+    loaded = world4.run(cases.resume, "sp", sections, str(tmp_path), [], 3, 5, timeout=240)
+    for before, after in zip(saved, loaded, strict=True):
+        assert after["losses"] == before["losses"][-2:]
+        assert after["end"] == before["end"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "sp"])
+@pytest.mark.parametrize("deltas", ["lossless", "none"])
+def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, deltas: str) -> None:
+    """Two nodes of two: tensor- and sequence-parallel ranks share a node."""
+    bf16 = {"bf16": {"enabled": True}}
+    stock = world4.run(cases.run, kind, {}, 5, timeout=240, **bf16)
+    section = {"weights": {"resident": True, "deltas": deltas}}
+    ours = world4.run(cases.run, kind, {"ds_ckpt": section}, 5, slots=[2, 2], timeout=240, **bf16)
+    for expected, got in zip(stock, ours, strict=True):
+        assert "resident on each of 2 nodes" in got["summary"]
+        assert got["losses"] == expected["losses"]
+        assert got["end"] == expected["end"]
+
+
+@pytest.mark.slow
+def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
+    """Those that zero.Init made, and AutoTP left whole, are sharded over all ranks."""
+    stock = world4.run(cases.run, "init", {}, 4, timeout=240)
+    dense = world4.run(cases.run, "init", {"ds_ckpt": DENSE}, 4, timeout=240)
+    topk = world4.run(cases.run, "init", {"ds_ckpt": METHODS["topk"]}, 12, timeout=240)
+    for expected, same, ours in zip(stock, dense, topk, strict=True):
+        assert same["end"] == expected["end"]
+        assert "left to DeepSpeed, as another process group shards them, on" in ours["summary"]
+        assert ours["losses"][-1] < ours["losses"][0]
+    resident = {"ds_ckpt": {"weights": {"resident": True}}}
+    for words in world4.run(cases.refused, "init", resident, [2, 2]):
+        assert "several process groups" in words
+
+
+def test_groups_that_lie_otherwise_on_nodes_decide_together(world4: Any) -> None:
+    """Ranks 0 and 2 are on two nodes, 1 and 3 on one: nobody waits for a group of the others."""
+    resident = {"ds_ckpt": {"weights": {"resident": True}}}
+    for words in world4.run(cases.refused, "megatron", resident, [1, 3], timeout=60):
+        assert "process groups are divided over nodes unequally" in words
+
+
+@pytest.mark.slow
+def test_groups_that_lie_otherwise_on_nodes_have_one_level(world4: Any) -> None:
+    section = {"ds_ckpt": topk_section(exchange={"levels": 2})}
+    for words in world4.run(cases.refused, "tp", section, [1, 3]):
+        assert "process groups are divided over nodes unequally" in words
+    ranks = world4.run(cases.run, "tp", {"ds_ckpt": METHODS["topk"]}, 4, slots=[1, 3])
+    _check_replicas(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
+def test_a_step_with_nan_is_skipped_by_all(world4: Any, kind: str) -> None:
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        section = {"ds_ckpt": METHODS["quantize"]}
+        for rank in world4.run(cases.poisoned, kind, section, name):
+            assert rank == {"same": True, "skipped": 1}
