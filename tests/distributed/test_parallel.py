@@ -87,7 +87,7 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
         for rank in (0, 1)
     ]
     bad = {
-        "swapped": "the file of slice 'mp01of02' under this name",
+        "swapped": "of02' under this name",
         "flipped": "checksum",
         "missing": "model slices mp00of02",
         "four": "model slices mp00of04, mp01of04",
