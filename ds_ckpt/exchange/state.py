@@ -191,8 +191,8 @@ class ResidualFiles:
                     values.setdefault(part, {})[key] = value
         place = {"process": self._dp_rank, "world": self._world}
         members = self._members(self._dp_rank)
-        about = {**place, "steps": self._feedback.steps, "members": members, "values": values}
-        about["slice"] = self._part
+        about: dict[str, Any] = {**place, "slice": self._part, "steps": self._feedback.steps}
+        about |= {"members": members, "values": values}
         metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
         write(folder / _name(self._part, **place), tensors, metadata)
 

@@ -292,15 +292,18 @@ def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
 
 
 def poisoned(kind: str, sections: dict[str, Any], name: str) -> dict[str, Any]:
-    """One rank's gradient is NaN in one step: what that leaves."""
+    """One replica's gradient is NaN in one step, on both of its ranks: what that leaves.
+
+    DeepSpeed looks at replicated parameters on the first tensor-parallel rank only.
+    """
     with engine_of(kind, sections) as engine:
         _train(engine, kind, 0, 3)
         weights, owed = digests(engine), _owed(engine)
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if dist.get_rank() >= dist.get_world_size() - SIZE:
             parameter = dict(engine.module.named_parameters())[name]
             handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
         _train(engine, kind, 3, 4)
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if dist.get_rank() >= dist.get_world_size() - SIZE:
             handle.remove()
         same = weights == digests(engine) and _equal(owed, _owed(engine))
         _train(engine, kind, 4, 5)

@@ -208,11 +208,11 @@ def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
     """Those that zero.Init made, and AutoTP left whole, are sharded over all ranks."""
     stock = world4.run(cases.run, "init", {}, 4, timeout=240)
     dense = world4.run(cases.run, "init", {"ds_ckpt": DENSE}, 4, timeout=240)
-    topk = world4.run(cases.run, "init", {"ds_ckpt": METHODS["topk"]}, 12, timeout=240)
-    for expected, same, ours in zip(stock, dense, topk, strict=True):
+    for expected, same in zip(stock, dense, strict=True):
         assert same["end"] == expected["end"]
-        assert "left to DeepSpeed, as another process group shards them, on" in ours["summary"]
-        assert ours["losses"][-1] < ours["losses"][0]
+        assert "left to DeepSpeed, as another process group shards them, on" in same["summary"]
+    for worst in world4.run(cases.conservation, "init", {"ds_ckpt": METHODS["topk"]}, 2):
+        assert worst < 3e-5
     resident = {"ds_ckpt": {"weights": {"resident": True}}}
     for words in world4.run(cases.refused, "init", resident, [2, 2]):
         assert "several process groups" in words
