@@ -9,6 +9,9 @@ in, and the band that a claim names is an expression over them, so a figure that
 verdict. Two kinds of things are measured: steps on fake tensors, by the functions behind `ds-ckpt
 profile`, kept in `results/claims.json`; and what the other files of `results/` have.
 
+`--measure` leaves the record and the page as they are: it writes to runs/claims.json and .md, and
+prints the claims that the measurement decides. `--keep` writes both anew.
+
 A verdict is "holds", "holds under a condition", "does not hold", "needs a GPU" or "open".
 """
 
@@ -392,16 +395,18 @@ def load() -> tuple[dict[str, str], list[Case], list[Claim]]:
     return data["theme"], cases, [Claim(**row) for row in data.get("claim", [])]
 
 
-def read_record() -> dict[str, Any]:
-    if not RECORD.exists():
+def read_record(path: Path = RECORD) -> dict[str, Any]:
+    """Read measurements; those on record if there is no such file."""
+    path = path if path.exists() else RECORD
+    if not path.exists():
         return {"measurements": {}}
-    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def judge(cases: Sequence[Case], claims: Sequence[Claim]) -> list[Judged]:
-    """All of them, from what is on record. KeyError: something was never measured."""
-    record = read_record()
+def judge(cases: Sequence[Case], claims: Sequence[Claim], path: Path = RECORD) -> list[Judged]:
+    """Judge all claims by the measurements in a file. KeyError: something was never measured."""
+    record = read_record(path)
     known: dict[str, Any] = {
         case.name: Measured(case, record["measurements"][case.name]) for case in cases
     }
@@ -410,8 +415,8 @@ def judge(cases: Sequence[Case], claims: Sequence[Claim]) -> list[Judged]:
     return [claim.judged(known) for claim in claims]
 
 
-def measure(cases: Sequence[Case], names: Sequence[str]) -> None:
-    """Measure the cases that are missing or named; save each when it is done."""
+def measure(cases: Sequence[Case], names: Sequence[str], out: Path) -> None:
+    """Measure the cases that are missing or named; save each to `out` when it is done."""
     import torch
     import transformers
 
@@ -420,14 +425,15 @@ def measure(cases: Sequence[Case], names: Sequence[str]) -> None:
     if unknown := set(names) - set(by_name):
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(by_name)}")
     for name, case in by_name.items():
-        if name in names or (not names and name not in read_record()["measurements"]):
+        if name in names or (not names and name not in read_record(out)["measurements"]):
             start_s = time.monotonic()
             found = case.measure()
-            record = read_record()
+            record = read_record(out)
             about = {"seconds": round(time.monotonic() - start_s, 1), "versions": versions}
             record["measurements"][name] = {"command": case.command, **about, **found}
             record["measurements"] = dict(sorted(record["measurements"].items()))
-            with replacing(RECORD) as path:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(out) as path:
                 path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {about['seconds']} s", flush=True)
 
@@ -487,7 +493,11 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         policies = ", ".join(("none", *case.policies))
         sizes = f"{case.tokens} | {case.batch} | {case.attention} | {policies}"
         lines.append(f"| {case.name} | {case.model}{depth}, {case.dtype} | {sizes} |")
-    lines += ["", "`python benchmarks/claims.py --measure NAME` measures one again.", ""]
+    lines += [
+        "",
+        "`python benchmarks/claims.py --measure NAME` measures one again, into `runs/`.",
+        "",
+    ]
     sources = sorted({row.claim.source for row in judged})
     lines += ["## Sources of the claims", "", "The number before the dash names the file.", ""]
     lines += [f"- `{source}`" for source in sources]
@@ -497,19 +507,29 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--measure", nargs="*", metavar="NAME")
+    parser.add_argument("--keep", action="store_true", help="put measurements on record")
     parser.add_argument("--row", metavar="ID", help="print one claim and its verdict")
     options = parser.parse_args()
     themes, cases, claims = load()
+    record, written = RECORD, PAGE
     if options.measure is not None:
-        measure(cases, options.measure)
-    judged = judge(cases, claims)
+        if not options.keep:
+            record, written = Path("runs/claims.json"), Path("runs/claims.md")
+        measure(cases, options.measure, record)
+    judged = judge(cases, claims, record)
+    commands = {case.command for case in cases if case.name in (options.measure or ())}
+    for row in judged:
+        if row.claim.command in commands:
+            print(f"{row.claim.id}: {row.claim.claim}\n  {row.found}: {row.verdict}")
     if options.row is not None:
         for row in judged:
             if row.claim.id == options.row:
                 print(f"{row.claim.claim}\nfound:   {row.found}\nverdict: {row.verdict}")
                 return
         raise SystemExit(f"no claim {options.row}; they are {claims[0].id} to {claims[-1].id}")
-    PAGE.write_text(page(themes, cases, judged), encoding="utf-8")
+    written.parent.mkdir(parents=True, exist_ok=True)
+    written.write_text(page(themes, cases, judged), encoding="utf-8")
+    print(f"wrote {written}")
     for verdict, count in Counter(row.verdict for row in judged).most_common():
         print(f"{count:4}  {verdict}")
 

@@ -81,13 +81,11 @@ class Section(BaseModel):
     Attributes:
         renamed: former names of keys, which are accepted with a warning, and their names.
         removed: settings of earlier releases, by key.
-        unused: settings that are accepted and have no effect; their description is the warning.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, Removed]] = {}
-    unused: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -99,20 +97,19 @@ class Section(BaseModel):
         for key, value in ((str(key), value) for key, value in raw.items()):
             new, gone = cls.renamed.get(key), cls.removed.get(key)
             if new and raw.get(new) is None:
-                _warn(f"{key}: former name of {new}, which the next release will refuse")
+                warn(f"{key}: former name of {new}, which the next release will refuse")
                 key = new
             if gone and gone.is_constant(value):
-                _warn(f"{key}: no effect: {gone.why}; {gone.remedy}")
+                warn(f"{key}: no effect: {gone.why}; {gone.remedy}")
                 continue
-            if key in cls.unused and value not in (None, False):
-                _warn(f"{key}: {cls.model_fields[key].description}")
             if value is not None or key not in cls.model_fields:
                 kept[key] = value
         return kept
 
 
 @functools.cache
-def _warn(words: str) -> None:
+def warn(words: str) -> None:
+    """Log a warning about the configuration, once per process."""
     log.warning("ds_ckpt configuration: %s", words)
 
 

@@ -1,26 +1,40 @@
-"""`ds-ckpt validate` and `ds-ckpt schema`: check configuration files without loading DeepSpeed."""
+"""`ds-ckpt validate` and `ds-ckpt schema`: check configuration files without starting ranks."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import reduce
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ds_ckpt.cli.common import AsJson, write_output
 
+if TYPE_CHECKING:
+    from ds_ckpt.errors import Problem
+
 
 def validate(
     files: Annotated[list[Path], typer.Argument(help="DeepSpeed JSON files.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option("--world", min=1, help="Number of data-parallel ranks. [default: any]"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check configuration files: print the active features, or problems with their remedies.
 
-    Exit 1 if any file has a problem.
+    Both the plugin's rules and the installed DeepSpeed's own are applied, without ranks or a
+    device. Lines "at start" name what depends on the launch or the model. Exit 1 if any file has a
+    problem.
     """
-    results = [_check(path) for path in files]
+    results = [check_file(path, ranks) for path in files]
     if as_json:
         typer.echo(json.dumps(results, indent=2))
     else:
@@ -30,21 +44,71 @@ def validate(
         raise typer.Exit(1)
 
 
-def _check(path: Path) -> dict[str, Any]:
+def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
+    """Return the answer to one file, as `--json` prints it. Warnings are logged."""
     from ds_ckpt.config import load_file, parse
+    from ds_ckpt.config.rules import conditions
     from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
-    from ds_ckpt.errors import ConfigError, StateError
+    from ds_ckpt.errors import DsCkptError
+    from ds_ckpt.fields import warn
+    from ds_ckpt.zero3 import compatibility
 
     result: dict[str, Any] = {"file": str(path), "ok": False, "summary": None, "problems": []}
+    problems: list[Problem] = []
+    warn.cache_clear()  # a file's warnings may be those of another file
     try:
-        config = parse(load_file(path), source=str(path))
-        verdicts = verdicts_on(config.compression, path)
-    except (ConfigError, StateError) as error:
-        return result | {"problems": [asdict(problem) for problem in error.problems]}
-    words = accuracy_words(config.compression, verdicts)
-    accuracy = [verdict.model_dump(mode="json") for verdict in verdicts]
-    found = {"summary": config.summary(), "accuracy": accuracy, "accuracy_words": words}
+        raw = load_file(path)
+        with redirect_stdout(sys.__stderr__):  # DeepSpeed logs to stdout, which --json needs
+            problems += _deepspeeds_problems(raw, ranks)
+            config = parse(raw, source=str(path))
+            verdicts = verdicts_on(config.compression, path)
+            if config.active:
+                compatibility.require()
+            if config.weights.resident:
+                compatibility.require_resident_weights(metadata.version("deepspeed"))
+    except DsCkptError as error:
+        problems = [*error.problems, *problems]
+    if problems:
+        by_path = {problem.where: asdict(problem) for problem in problems}
+        return result | {"problems": list(by_path.values())}
+    found = {
+        "summary": config.summary(),
+        "conditions": list(conditions(config, raw)),
+        "accuracy": [verdict.model_dump(mode="json") for verdict in verdicts],
+        "accuracy_words": accuracy_words(config.compression, verdicts),
+    }
     return result | {"ok": True, **found}
+
+
+_ONE_BIT = (
+    'write "AdamW", and "ds_ckpt": {"compression": {"method": "entropy_coded", "entropy_coded": '
+    '{"bits": 1.0}}}, as in ds_configs/zero3_1bit.json'
+)
+_INSIDE_NODES = 'remove it, and write "ds_ckpt": {"weights": {"resident": true}}'
+INSTEAD = {
+    "onebitadam": _ONE_BIT,
+    "onebitlamb": _ONE_BIT,
+    "zerooneadam": _ONE_BIT,
+    "zeropp_loco_param": 'remove it, and write "ds_ckpt": {"compression": {"method": "quantize", '
+    '"quantize": {"bits": 4}}}, which has error feedback, too',
+    "mics_shard_size": _INSIDE_NODES,
+    "mics_hierarchical_params_gather": _INSIDE_NODES,
+}
+"""Replacements of what DeepSpeed has removed, by optimizer or key of `zero_optimization`."""
+
+
+def _deepspeeds_problems(config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
+    """Yield what the installed DeepSpeed refuses."""
+    from ds_ckpt.config.paths import join, lookup, show
+    from ds_ckpt.errors import Problem
+    from ds_ckpt.zero3.settings import refusals
+
+    for keys, words in refusals(config, ranks):
+        value = lookup(config, keys)
+        remedy = "correct it, or remove it" if keys else "add what is missing"
+        remedy = INSTEAD.get("".join(keys[-1:]), INSTEAD.get(str(value).lower(), remedy))
+        why = f"DeepSpeed {metadata.version('deepspeed')} refuses it: {words}"
+        yield Problem(reduce(join, keys, "$"), show(value), why, remedy)
 
 
 def _print_result(result: dict[str, Any]) -> None:
@@ -54,7 +118,8 @@ def _print_result(result: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     if result["ok"]:
         console.print(Text("OK   ", "bold green"), Text(f"{result['file']}: {result['summary']}"))
-        for words in result["accuracy_words"]:
+        starts = [f"at start: {words}" for words in result["conditions"]]
+        for words in (*result["accuracy_words"], *starts):
             console.print(Text(f"      {words}"))
         return
     console.print(Text("BAD  ", "bold red"), Text(result["file"]))

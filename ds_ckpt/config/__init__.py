@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt.config.load import load_file
-from ds_ckpt.config.models import CompatSection, PluginConfig, json_schema, plugin_model
+from ds_ckpt.config.models import PluginConfig, json_schema, plugin_model
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, show
-from ds_ckpt.config.read import read
+from ds_ckpt.config.read import no_object, read
 from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_compat_keys
 from ds_ckpt.errors import ConfigError, Problem
 
@@ -36,17 +36,17 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     if isinstance(config, Mapping):
         ours, theirs = config.get("ds_ckpt"), config.get("activation_checkpointing")
         problems += misspelt(config)
-        compat = None if theirs is None else read(theirs, CompatSection, DEEPSPEEDS, problems)
+        if theirs is not None and not isinstance(theirs, Mapping):
+            problems.append(no_object(DEEPSPEEDS, theirs))
         plugin = read({} if ours is None else ours, plugin_model(), OURS, problems)
     else:
         why = "a DeepSpeed configuration is one JSON object"
         remedy = 'write {"zero_optimization": {"stage": 3}, ...}'
         problems.append(Problem("$", show(config), why, remedy))
     if plugin is not None and not problems:
-        origins: dict[str, str] = {}
-        if compat is not None:
-            plugin, origins = with_compat_keys(plugin, compat, problems)
-        problems += broken_requirements(plugin, origins)
+        if theirs is not None:
+            plugin = with_compat_keys(plugin, theirs)
+        problems += broken_requirements(plugin)
         problems += conflicts(plugin, config)
     if plugin is None or problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from ds_ckpt.activation.policies import policies, policy_names, setting_fields
@@ -66,19 +66,17 @@ class CompatSection(Section):
     """DeepSpeed's own section. Its presence, even empty, selects policy "block".
 
     A key acts as the key of `ds_ckpt.activation` that its description names, or has no effect.
+    Like DeepSpeed it accepts other keys and values, too; a warning names what is ignored.
     """
 
+    model_config = ConfigDict(extra="ignore")
     ours: ClassVar = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
-    unused = (
-        "number_checkpoints",
-        "contiguous_memory_optimization",
-        "synchronize_checkpoint_boundary",
-        "profile",
-    )
 
-    partition_activations: bool = Field(False, description="Same as ds_ckpt.activation.partition.")
+    partition_activations: bool = Field(
+        False, description="Same as ds_ckpt.activation.partition; ignored without a group."
+    )
     cpu_checkpointing: bool = Field(False, description="Same as ds_ckpt.activation.offload.")
-    number_checkpoints: int | None = Field(None, description="No effect: all blocks are counted.")
+    number_checkpoints: int | None = Field(None, description="No effect: no buffer is allocated.")
     contiguous_memory_optimization: bool = Field(
         False, description="No effect: use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     )

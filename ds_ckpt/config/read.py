@@ -21,8 +21,7 @@ def read(
 ) -> AnySection | None:
     """Return the validated section, or None; mistakes are appended to `problems`."""
     if not isinstance(raw, Mapping):
-        why = "a section is an object in braces"
-        problems.append(Problem(path, show(raw), why, "write an object, {}, or remove the key"))
+        problems.append(no_object(path, raw))
         return None
     try:
         return model.model_validate(raw)
@@ -33,6 +32,12 @@ def read(
             words = re.sub("a valid dictionary.*", "an object in braces", words)
             problems.append(_problem(words, entry["loc"], entry["input"], model, path))
         return None
+
+
+def no_object(path: str, raw: object) -> Problem:
+    """Return the problem of a section that is no JSON object."""
+    why = "a section is an object in braces"
+    return Problem(path, show(raw), why, "write an object, {}, or remove the key")
 
 
 def section_of(annotation: Any) -> type[Section] | None:

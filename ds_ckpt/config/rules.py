@@ -6,51 +6,67 @@ ZeRO stage.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from ds_ckpt.compression import methods
 from ds_ckpt.config.models import CompatSection, PluginConfig
-from ds_ckpt.config.paths import DEEPSPEEDS, OURS, is_auto, join, lookup, nearest, show
+from ds_ckpt.config.paths import DEEPSPEEDS, OURS, is_auto, join, lookup, nearest, precision, show
 from ds_ckpt.errors import Problem
-from ds_ckpt.fields import Requires, Section
+from ds_ckpt.fields import Requires, Section, warn
 
 
-def with_compat_keys(
-    plugin: PluginConfig, compat: CompatSection, problems: list[Problem]
-) -> tuple[PluginConfig, dict[str, str]]:
-    """Return our section with the keys of DeepSpeed's, and where those are written, by path."""
-    own = plugin.activation
-    added: dict[str, Any] = {} if "policy" in own.model_fields_set else {"policy": "block"}
-    origins: dict[str, str] = {}
-    for theirs, key in CompatSection.ours.items():
-        here, there = f"{OURS}.activation.{key}", f"{DEEPSPEEDS}.{theirs}"
-        if getattr(compat, theirs) and key not in own.model_fields_set:
-            added[key], origins[here] = True, there
-        elif getattr(compat, theirs) and not getattr(own, key):
-            why = f"{there} is true, and both keys have the same meaning"
-            problems.append(Problem(here, "false", why, "write the same in both, or remove one"))
-    activation = own.model_copy(update=added)
-    return plugin.model_copy(update={"activation": activation}), origins
+def with_compat_keys(plugin: PluginConfig, theirs: Mapping[str, Any]) -> PluginConfig:
+    """Return our section with the keys of DeepSpeed's; a warning names each that is ignored.
+
+    Added keys are not in `model_fields_set`: our own section does not request them.
+    """
+    if "policy" not in plugin.activation.model_fields_set:
+        block = plugin.activation.model_copy(update={"policy": "block"})
+        plugin = plugin.model_copy(update={"activation": block})
+    own, here, fields = plugin.activation, f"{OURS}.activation", CompatSection.model_fields
+    added: dict[str, Any] = {}
+    for name, value in theirs.items():
+        key, why = CompatSection.ours.get(name), None
+        if value is None or _OFF(value):
+            continue
+        if name not in fields:
+            meant = nearest(name, fields)
+            why = "DeepSpeed has no such key" + (f'; did you mean "{meant}"?' if meant else "")
+        elif key is None:
+            why = str(fields[name].description).removeprefix("No effect: ")
+        elif not _ON(value):
+            why = f"{show(value)} is neither true nor false"
+        elif key in own.model_fields_set:
+            why = None if getattr(own, key) else f"{here}.{key} is false"
+        elif found := _broken(type(own).model_fields[key], True, here, own, plugin):
+            why = found[0]
+        else:
+            added[key] = True
+        if why:
+            warn(f"{join(DEEPSPEEDS, str(name))}: no effect: {why}")
+    activation = type(own).model_construct(own.model_fields_set, **{**dict(own), **added})
+    return plugin.model_copy(update={"activation": activation})
 
 
 # markers on fields
 
 
-def broken_requirements(plugin: PluginConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield written keys that have no effect; `origins` has paths of keys written elsewhere."""
+def broken_requirements(plugin: PluginConfig) -> Iterator[Problem]:
+    """Yield written keys that have no effect."""
     for path, section in _sections(OURS, plugin):
         for key, field in type(section).model_fields.items():
-            value, where = getattr(section, key), join(path, key)
+            value = getattr(section, key)
             if key not in section.model_fields_set or value is None or value == ():
                 continue
             if isinstance(value, Section) and not value.model_fields_set:
                 continue
-            for marker in (m for m in field.metadata if isinstance(m, Requires)):
-                if found := _broken(marker, value, path, section, plugin):
-                    written = section.model_dump(mode="json", exclude_unset=True)[key]
-                    yield Problem(origins.get(where, where), show(written), *found)
-                    break
+            if found := _broken(field, value, path, section, plugin):
+                written = section.model_dump(mode="json", exclude_unset=True)[key]
+                yield Problem(join(path, key), show(written), *found)
 
 
 def _sections(path: str, section: Section) -> Iterator[tuple[str, Section]]:
@@ -65,24 +81,22 @@ def _sections(path: str, section: Section) -> Iterator[tuple[str, Section]]:
 
 
 def _broken(
-    marker: Requires,
-    value: Any,
-    path: str,
-    section: Section,
-    plugin: PluginConfig,
+    field: FieldInfo, value: Any, path: str, section: Section, plugin: PluginConfig
 ) -> tuple[str, str] | None:
-    """Return reason and remedy if the requirement is not met."""
-    if marker.for_values and value not in marker.for_values:
-        return None
-    place, values = f"{OURS}.{marker.key}", _values(plugin, section, marker.key)
-    if "." not in marker.key:
-        place = join(path, marker.key)
-    allowed = marker.values() if callable(marker.values) else marker.values
-    if any(v in allowed if allowed else v not in marker.not_in for v in values):
-        return None
-    suggest = show(allowed[0] if marker.suggest is None else marker.suggest)
-    why = marker.why or f"ignored while {place} is {show(values[0])}"
-    return why, f"remove it, or set {place} to {suggest}"
+    """Return reason and remedy of the first requirement that is not met."""
+    for marker in (m for m in field.metadata if isinstance(m, Requires)):
+        if marker.for_values and value not in marker.for_values:
+            continue
+        place, values = f"{OURS}.{marker.key}", _values(plugin, section, marker.key)
+        if "." not in marker.key:
+            place = join(path, marker.key)
+        allowed = marker.values() if callable(marker.values) else marker.values
+        if any(v in allowed if allowed else v not in marker.not_in for v in values):
+            continue
+        suggest = show(allowed[0] if marker.suggest is None else marker.suggest)
+        why = marker.why or f"ignored while {place} is {show(values[0])}"
+        return why, f"remove it, or set {place} to {suggest}"
+    return None
 
 
 def _values(plugin: PluginConfig, section: Section, key: str) -> list[Any]:
@@ -217,9 +231,41 @@ def conflicts(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[Probl
 
 def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield sections with a misspelt name, which DeepSpeed would ignore."""
-    names = ("ds_ckpt", "activation_checkpointing")
+    names = ("ds_ckpt", "activation_checkpointing", _ZERO)
     for key, value in config.items():
         section = nearest(key, names, cutoff=0.82)
         if section and key not in names:
             why = f'nothing reads this key; did you mean "{section}"?'
             yield Problem(join("$", str(key)), show(value), why, f'rename it to "{section}"')
+
+
+def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what only a start decides, by the model, the script, the ranks or the nodes."""
+    activation, compression, weights = plugin.activation, plugin.compression, plugin.weights
+    written = "partition" in activation.model_fields_set
+    split = activation.partition and not _SEVERAL(
+        lookup(config, ("tensor_parallel", "autotp_size"))
+    )
+    needs = "needs a tensor-parallel group (an mpu)"
+    nodes = "on several nodes needs"
+    two_levels = compression.exchange.levels == 2
+    lossless = weights.deltas == "lossless" and precision(config) is None
+    for holds, path, words in (
+        (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
+        (activation.planned, f"{OURS}.activation", "the first batch shows if a plan fits"),
+        (split and written, f"{OURS}.activation.partition", needs),
+        (split and not written, f"{DEEPSPEEDS}.partition_activations", f"{needs} or is ignored"),
+        (compression.rules, f"{OURS}.compression.rules", "each has to match parameters"),
+        (two_levels, f"{OURS}.compression.exchange.levels", "2 needs nodes of equally many ranks"),
+        (weights.resident, f"{OURS}.weights.resident", f"{nodes} equally many ranks, and memory"),
+        (lossless, f"{OURS}.weights.deltas", f"{nodes} 16-bit weights"),
+        (plugin.active and "optimizer" not in config, "$.optimizer", "the script passes one"),
+        (_SEVERAL(config.get("train_batch_size")), "$.train_batch_size", "the ranks divide it"),
+        (
+            '"auto"' in json.dumps({**config, "ds_ckpt": None}),
+            '"auto"',
+            "the HF Trainer fills it in",
+        ),
+    ):
+        if holds:
+            yield f"{path}: {words}"

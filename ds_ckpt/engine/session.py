@@ -87,7 +87,11 @@ class Session:
         if engine.zero_optimization_stage() == 3:
             self._attach_hooks()
         if config.activation.partition:
-            self._group = find_group(engine, mpu, self.counters)
+            required = "partition" in config.activation.model_fields_set
+            self._group = find_group(engine, mpu, self.counters, required=required)
+            if self._group is None:
+                whole = config.activation.model_copy(update={"partition": False})
+                self.config = config = config.model_copy(update={"activation": whole})
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
             held = self.exchange.resident_bytes if self.exchange else dict

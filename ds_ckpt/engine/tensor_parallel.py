@@ -7,6 +7,7 @@ DeepSpeed's AutoTP puts its groups into `engine.mpu`; Megatron's `mpu` is passed
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor
 from ds_ckpt.activation.offload import Wait
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry import Counters, Purpose
+
+log = logging.getLogger("ds_ckpt")
 
 
 class TensorParallelGroup:
@@ -46,10 +49,13 @@ class TensorParallelGroup:
         return answers.view(len(self.processes), -1).cpu()
 
 
-def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup:
+def find_group(
+    engine: Any, mpu: Any, counters: Counters, *, required: bool
+) -> TensorParallelGroup | None:
     """Return the tensor-parallel group of `mpu`, or of `engine.mpu` if it is None.
 
-    Raises UnsupportedError if there is no such group, or it has one rank. Checkpointed inputs are
+    Without such a group, or in one of one rank, it raises UnsupportedError if our own section
+    requires it, and returns None with a warning if DeepSpeed's does. Checkpointed inputs are
     compared over it, which stops at a group whose ranks hold different ones.
     """
     mpu, group = engine.mpu if mpu is None else mpu, None
@@ -64,6 +70,10 @@ def find_group(engine: Any, mpu: Any, counters: Counters) -> TensorParallelGroup
             'set it to false, or use {"tensor_parallel": {"autotp_size": 2}}, or pass a '
             "Megatron-style mpu to initialize or attach"
         )
-        where = "$.activation_checkpointing.partition_activations ($.ds_ckpt.activation.partition)"
-        raise UnsupportedError(Problem(where, found, why, remedy))
+        if required:
+            raise UnsupportedError(Problem("$.ds_ckpt.activation.partition", found, why, remedy))
+        where = "$.activation_checkpointing.partition_activations"
+        if dist.get_rank() == 0:
+            log.warning("ds_ckpt: no effect: %s", Problem(where, found, why, remedy))
+        return None
     return TensorParallelGroup(group, counters)

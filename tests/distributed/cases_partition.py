@@ -189,8 +189,8 @@ def refused(how: str) -> str:
         how: "none" (data parallel alone), "one" (AutoTP of one process).
     """
     fresh()
-    sections: dict[str, Any] = {"activation_checkpointing": {"partition_activations": True}}
-    sections["ds_ckpt"] = {"activation": {"modules": ["ParallelBlock"]}}
+    own = {"policy": "block", "partition": True, "modules": ["ParallelBlock"]}
+    sections: dict[str, Any] = {"ds_ckpt": {"activation": own}}
     mpu = MegatronMpu(neighbours(1), neighbours(dist.get_world_size())) if how == "one" else None
     with mpu_forgotten():
         model = ParallelModel(None)

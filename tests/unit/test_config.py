@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_ckpt.activation import Policy, PolicySettings, Rule
@@ -16,8 +19,9 @@ from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.config import json_schema, load_file, parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
+from ds_ckpt.config.models import CompatSection
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.fields import _warn
+from ds_ckpt.fields import warn
 
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
@@ -70,24 +74,43 @@ def test_null_leaves_every_key_at_its_default() -> None:
 # DeepSpeed's section
 
 
-def test_a_pasted_section_of_deepspeed_selects_block_and_warns(
-    caplog: pytest.LogCaptureFixture,
+KEYS = (*CompatSection.model_fields, "partitioned_activations")
+VALUES = (None, False, 0, "false", True, 1, "True", "auto", 4, {})
+OWN: list[dict[str, Any]] = [
+    {},
+    {"policy": "none"},
+    {"policy": "auto"},
+    {"policy": "mlp", "partition": False, "offload": True},
+]
+
+
+@given(
+    section=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES)),
+    own=st.sampled_from(OWN),
+)
+def test_a_pasted_section_of_deepspeed_is_accepted_and_each_unused_key_warned_of_once(
+    section: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    _warn.cache_clear()
-    caplog.set_level(logging.WARNING, logger="ds_ckpt")
-    unused = ("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile")
-    defaults = {"partition_activations": False, "number_checkpoints": None}
-    for values in ({}, {**defaults, **dict.fromkeys(unused, False)}):
-        assert parse({**ZERO3, "activation_checkpointing": values}).activation.policy == "block"
-    assert not caplog.records
-    section = {**dict.fromkeys(unused, True), "number_checkpoints": 4}
-    for _ in range(2):
-        assert parse({**ZERO3, "activation_checkpointing": section}).activation == activation(
-            policy="block"
+    config = {**ZERO3, "activation_checkpointing": section, "ds_ckpt": {"activation": own}}
+    lines: list[str] = []
+    warn.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            logging.getLogger("ds_ckpt"), "warning", lambda *a: lines.append(a[0] % a[1:])
         )
-    lines = [record.message for record in caplog.records]
-    assert len(lines) == 4
-    assert all(f"{k}: No effect" in "\n".join(lines) for k in section)
+        found, _ = (parse(config).activation for _ in range(2))
+    assert found.policy == own.get("policy", "block")
+    wanted = {key for key, value in section.items() if value not in (None, False, "false")}
+    acts = set()
+    for key, same in CompatSection.ours.items():
+        possible = {"none": (), "auto": ("offload",)}.get(found.policy, ("offload", "partition"))
+        if key in wanted and own.get(same) is not False and same in possible:
+            is_on = section[key] in (1, "True")
+            acts |= {key} if is_on else set()
+            assert getattr(found, same) == (is_on or own.get(same, False))
+    named = [re.search(r"activation_checkpointing\.(\w+): no effect: .", line) for line in lines]
+    assert sorted(name[1] for name in named if name) == sorted(wanted - acts)
+    assert all(named)
 
 
 def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:
@@ -220,7 +243,7 @@ OLD = [
 def test_a_key_of_an_earlier_release_warns_once(
     old: dict[str, Any], words: str, new: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _warn.cache_clear()
+    warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="ds_ckpt")
     for _ in range(2):
         assert compression(method="topk", **old) == compression(method="topk", **new)
@@ -233,8 +256,8 @@ def test_the_schema_describes_every_key() -> None:
     assert schema["$schema"].endswith("2020-12/schema")
     assert set(schema["properties"]) == {"ds_ckpt", "activation_checkpointing"}
     assert schema.get("additionalProperties", True)  # other keys are DeepSpeed's
-    for section in schema["$defs"].values():
-        assert section["additionalProperties"] is False
+    for name, section in schema["$defs"].items():
+        assert section.get("additionalProperties", True) is (name == "CompatSection")
         assert section["description"]
         assert all(len(key["description"]) > 15 for key in section["properties"].values())
 

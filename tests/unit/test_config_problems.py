@@ -57,14 +57,9 @@ a.policy=auto a.partition=true -> a.partition: plan_does_not_count
 a.policy=auto z.stage=2 -> z.stage: a.budget_of_to_"activations"_and_a.budget_gib
 a.policy=budget a.budget_gib=4.0 a.budget_of=accelerator z.stage=1 -> z.stage: budget_of
 a.policy=budget a.budget_gib=4.0 z.stage=0 ->
-d.partition_activations="true" -> d.partition_activations: text
-d.cpu_checkpointing="auto" -> d.cpu_checkpointing: nothing_fills_it_in
-d.number_checkpoints=true -> d.number_checkpoints: number
-d.partitioned_activations=false -> d.partitioned_activations: "partition_activations"
-d.cpu_checkpointing=true a.policy=none -> d.cpu_checkpointing: "none"
-d.partition_activations=true a.policy=auto -> d.partition_activations: plan
-d.cpu_checkpointing=false a.policy=none ->
-d.cpu_checkpointing=true a.offload=false -> a.offload: d.cpu_checkpointing
+d.cpu_checkpointing=true a.policy=none ->
+d.cpu_checkpointing=true a.policy=none a.offload=true -> a.offload: "none"
+activation_checkpointing=[] -> $.activation_checkpointing: in_braces
 a=[] d={} -> a: in_braces
 c.methd=topk -> c.methd: "method"
 c.method=TopK -> c.method: "topk"
@@ -109,6 +104,7 @@ t.enabled=true t.every_n_steps=0 t.path="" -> t.every_n_steps: or_equal_to_1 | t
 ds_ckpt=[] -> $.ds_ckpt: in_braces
 ds_ckpt={"compresion":{}} -> $.ds_ckpt.compresion: "compression"
 activation_checkpoint={} -> $.activation_checkpoint: "activation_checkpointing"
+zero_optimisation={} -> $.zero_optimisation: "zero_optimization"
 c.method=dense z.stage="auto" -> z.stage: nothing_fills_in
 c.method=dense zero_optimization=null -> z.stage: default_is_0
 w.resident=true z.stage=2 -> z.stage: w.resident_to_false
@@ -222,10 +218,12 @@ def test_a_number_as_a_key_is_a_wrong_key() -> None:
 def test_mistakes_are_reported_together() -> None:
     config = config_of(
         "a.policy=blok a.share_gather=1 c.method=topk c.topk.density=3 c.typo=null "
-        't.every_n_steps=0 d.partition_activations="true"'
+        "t.every_n_steps=0 activation_checkpointing=3"
     )
     with pytest.raises(ConfigError) as caught:
         parse(config, source="my.json")
-    paths = "a.policy a.share_gather c.topk.density c.typo t.every_n_steps d.partition_activations"
+    paths = (
+        "a.policy a.share_gather c.topk.density c.typo t.every_n_steps $.activation_checkpointing"
+    )
     assert {p.where for p in caught.value.problems} == {full(path) for path in paths.split()}
     assert str(caught.value).startswith("my.json cannot be used: 6 problems")

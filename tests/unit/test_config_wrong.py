@@ -78,7 +78,7 @@ def _places(schema: dict[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, dic
             yield from _places(_SCHEMA["$defs"][name], at)
 
 
-_ALL = dict(_places(_SCHEMA))
+_ALL = {keys: schema for keys, schema in _places(_SCHEMA) if keys[0] == "ds_ckpt"}
 SECTIONS: list[Keys] = [keys for keys, schema in _ALL.items() if "properties" in schema]
 LEAVES = {k: _wrong_for(k[-1], schema) for k, schema in _ALL.items() if k not in SECTIONS}
 NOT_AUTO = [keys for keys in (*LEAVES, *SECTIONS) if keys[-1] not in _TAKES_AUTO]

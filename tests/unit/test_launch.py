@@ -230,6 +230,7 @@ def test_gpus_are_used_where_there_are_enough(
         ("node1\n", "line 1"),
         ("node1 slots=0\n", "line 1"),
         ("node1 8\n", "line 1"),
+        ("node1 max_slots=8\n", "line 1"),
         ("a slots=2\na slots=2\n", "line 2"),
         ("a slots=2\nb slots=4\n", "different slots"),
     ],
@@ -242,10 +243,13 @@ def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, message: str) 
 
 
 def test_a_hostfile_prepares_a_launch_over_pdsh(tmp_path: Path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("# mine\nnode1 slots=8\n\nnode2 slots=8 # the other\n")
+    lines = "# mine", " node1 slots=8", "", "node2\tslots=8 # the other", "w3 slots=08 max_slots=9"
+    hostfile.write_text("\n".join(lines))
     backend = Hostfile(hostfile, "ens5", port=29501, ssh_port=2222)
-    assert backend.counts == {"node1": 8, "node2": 8}
+    assert backend.counts == {"node1": 8, "node2": 8, "w3": 8} == fetch_hostfile(str(hostfile))
     one = backend.prepare(["deepspeed", "--module", "x"], tmp_path)
     options = {f"--hostfile={hostfile}", "--master_port=29501", "--ssh_port=2222"}
     assert options <= set(one.command)

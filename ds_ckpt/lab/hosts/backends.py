@@ -149,24 +149,27 @@ class Loopback(Backend):
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Read the number of ranks by node; ConfigError on lines other than `name slots=N`."""
+    """Read the number of ranks by node, as DeepSpeed does; ConfigError if they are unequal."""
     found: dict[str, int] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        words = line.split("#")[0].split()
-        if not words:
+        line, where = line.strip(), f"{path}, line {number}"
+        if not line or line.startswith("#"):
             continue
-        slots = re.fullmatch(r"slots=([1-9][0-9]*)", words[1]) if len(words) == 2 else None
-        if slots is None or words[0] in found:
-            raise _unusable(f"{path}, line {number}", line.strip())
-        found[words[0]] = int(slots[1])
+        # what follows, such as max_slots=8, is not read
+        match = re.match(r"(\S+)\s+slots=0*([1-9]\d*)", line)
+        if match is None:
+            raise _unusable(where, line, "a line is a name and a number of ranks")
+        if match[1] in found:
+            raise _unusable(where, line, "the node is in an earlier line")
+        found[match[1]] = int(match[2])
     if len(set(found.values())) != 1:
-        raise _unusable(str(path), "nodes with different slots" if found else "no nodes")
+        slots = "nodes with different slots" if found else "no nodes"
+        raise _unusable(str(path), slots, "all nodes have the same number of ranks")
     return found
 
 
-def _unusable(where: str, found: str) -> ConfigError:
-    why = "each node is listed once, all with the same number of ranks"
-    problem = Problem(where, found, why, "write `name slots=8`, one per line")
+def _unusable(where: str, found: str, why: str) -> ConfigError:
+    problem = Problem(where, found, why, "write `name slots=8`, each node in one line")
     return ConfigError(problem, headline="this hostfile cannot be used")
 
 

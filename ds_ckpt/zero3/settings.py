@@ -1,0 +1,104 @@
+"""DeepSpeed's own configuration, built without ranks or a device to find what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from ds_ckpt.fields import is_auto
+
+Keys = tuple[str, ...]
+_TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+_BATCH = (_TOTAL, _MICRO, "gradient_accumulation_steps")
+_LAST = ("zero_optimization", *_BATCH)
+"""Keys that are responsible only if no other is."""
+
+
+def refusals(config: Mapping[str, Any], ranks: int | None) -> Iterator[tuple[Keys, str]]:
+    """Yield what the installed DeepSpeed refuses: the keys down to the value, and its message.
+
+    The value is the one without which DeepSpeed answers otherwise. "auto" counts as filled in.
+    `ranks`: data-parallel world size; None: one for which the batch sizes are right.
+    """
+    left = _without_auto(config)
+    if _TOTAL not in left and any(is_auto(config.get(key)) for key in _BATCH[:2]):
+        left.setdefault(_MICRO, 1)
+    is_first = True
+    while answer := _answer(left, ranks):
+        keys = _responsible(left, ranks, answer)
+        if keys or is_first:
+            yield keys, answer[0]
+        if not keys:
+            return
+        is_first, left = False, _without(left, keys)
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_auto(item) for key, item in value.items() if not is_auto(item)}
+    return value
+
+
+def _answer(config: Mapping[str, Any], ranks: int | None) -> list[str]:
+    """Return the messages that DeepSpeed refuses a configuration with."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class Stated(DeepSpeedConfig):  # type: ignore[misc]
+        def _configure_train_batch_size(self) -> None:
+            self.world_size = ranks or 1
+            total, micro, steps = (self._param_dict.get(key) for key in _BATCH)
+            if ranks is None and total and micro and steps:
+                self.world_size = total // (micro * steps)
+            super()._configure_train_batch_size()
+
+    try:
+        _check_as_engine(Stated(copy.deepcopy(config)))
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    except Exception as error:  # values of another shape end in any of them
+        return [" ".join(str(error).split()) or type(error).__name__]
+    return []
+
+
+def _check_as_engine(settings: Any) -> None:
+    """Raise ValueError for what the engine refuses later, with every model and device."""
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    name, zero, schedule = settings.optimizer_name, settings.zero_config, settings.scheduler_name
+    if name and name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        raise ValueError(f"{name} is not a supported DeepSpeed optimizer")
+    untested = name not in (None, "adam", "adamw", "adagrad", "lion", "muon")
+    if zero.stage and untested and not settings.zero_allow_untested_optimizer:
+        raise ValueError(f'ZeRO with {name} needs "zero_allow_untested_optimizer": true')
+    places = (lr_schedules, torch.optim.lr_scheduler)
+    if schedule and not any(hasattr(place, schedule) for place in places):
+        raise ValueError(f"DeepSpeed does not recognize the scheduler {schedule}")
+    if zero.stage == 3 and zero.reduce_scatter:
+        if settings.gradient_predivide_factor != 1.0 or settings.prescale_gradients:
+            raise ValueError("ZeRO-3 with reduce_scatter does not scale gradients beforehand")
+        if name == "muon":
+            raise ValueError("Muon and reduce_scatter cannot be used together")
+
+
+def _responsible(config: Any, ranks: int | None, answer: list[str], inside: Keys = ()) -> Keys:
+    """Return the keys down to the value without which DeepSpeed's answer is another."""
+    section = reduce(getitem, inside, config)
+    names = [*section] if isinstance(section, dict) else []
+    for key in sorted(names, key=lambda key: _LAST.index(key) if key in _LAST else -1):
+        keys = (*inside, key)
+        if _answer(_without(config, keys), ranks) != answer:
+            return _responsible(config, ranks, answer, keys)
+    return inside
+
+
+def _without(config: Any, keys: Keys) -> Any:
+    first, *rest = keys
+    inner = {first: _without(config[first], tuple(rest))} if rest else {}
+    return {key: value for key, value in config.items() if key != first} | inner

@@ -1,0 +1,83 @@
+"""`ds-ckpt validate` and a start of two processes on one node agree, row by row.
+
+A row: keys as in tests/unit/test_config_problems.py, then `ok` (both accept), the path that both
+refuse, or `?` and the path of the condition that validate announces and the start refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases_session, cases_validate
+from tests.unit.test_config_problems import config_of, full
+
+ROWS = """
+d={"partition_activations":true,"cpu_checkpointing":"true","number_checkpoints":4,"x":1} -> ok
+a.policy=block optimizer.type=OneBitAdam -> optimizer.type
+a.policy=block optimizer.type=Muon -> optimizer.type
+a.policy=block sparse_gradients=true -> sparse_gradients
+a.policy=block z.reduce_bucket=5000 -> z.reduce_bucket
+a.policy=block prescale_gradients=true -> prescale_gradients
+a.policy=block train_batch_size=5 -> train_batch_size
+activation_checkpointing=[] -> activation_checkpointing
+a.policy=blok -> a.policy
+a.policy=block a.partition=true -> ? $.ds_ckpt.activation.partition
+c.method=topk c.rules=[{"match":"nothing*","method":"dense"}] -> ? $.ds_ckpt.compression.rules
+"""
+MORE = """
+a.policy=block -> ok
+a.policy=selective a.save_ops="attention+qkvo" c.method=quantize w.resident=true -> ok
+a.policy=block train_batch_size=8 gradient_accumulation_steps=2 -> ok
+a.policy=block optimizer.type=ZeroOneAdam -> optimizer.type
+a.policy=block optimizer.type=SGD optimizer.params={"lr":0.1} -> optimizer.type
+a.policy=block scheduler={"type":"WarmupLRR","params":{}} -> scheduler.type
+a.policy=block elasticity={"enabled":true} -> elasticity
+a.policy=block curriculum_learning={"enabled":true} -> curriculum_learning
+a.policy=block progressive_layer_drop={"enabled":true} -> progressive_layer_drop
+a.policy=block compression_training={} -> compression_training
+a.policy=block z.reduce_bucket_size=0 -> z.reduce_bucket_size
+a.policy=block z.mics_shard_size=2 -> z.mics_shard_size
+a.policy=block z.zeropp_loco_param={"err_beta":0.8} -> z.zeropp_loco_param
+a.policy=block gradient_predivide_factor=2.0 -> gradient_predivide_factor
+a.policy=block gradient_allreduce_op=sum -> gradient_allreduce_op
+a.policy=block bf16.enabled=true fp16.enabled=true -> bf16.enabled
+c.method=topk z.stage=2 -> z.stage
+a.policy=block train_micro_batch_size_per_gpu="auto" -> ? "auto"
+a.policy=block a.modules=["Blok"] -> ? $.ds_ckpt.activation
+c.method=topk c.exchange.levels=2 -> ? $.ds_ckpt.compression.exchange.levels
+"""
+
+
+@pytest.mark.parametrize("table", [ROWS, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_validate_and_start_agree(world2: Any, table: str) -> None:
+    rows = [row.split(" -> ") for row in table.strip().splitlines()]
+    defaults = config_of('optimizer={"type":"AdamW","params":{"lr":0.01,"torch_adam":true}}')
+    defaults["zero_force_ds_cpu_optimizer"] = False
+    configs = []
+    for keys, _ in rows:
+        written = config_of(keys)
+        optimizer = {**defaults["optimizer"], **written.get("optimizer", {})}
+        micro = {"train_micro_batch_size_per_gpu": 2}
+        configs.append({**defaults, **micro, **written, "optimizer": optimizer})
+    found = world2.run(cases_validate.answers, configs, timeout=240)[0]
+    for (keys, expected), (refused, announced, error) in zip(rows, found, strict=True):
+        if expected == "ok":
+            assert (refused, error) == ([], ""), keys
+        elif expected.startswith("? "):
+            assert not refused, keys
+            assert expected[2:] in announced, (keys, announced)
+            assert error, keys
+        else:
+            assert refused == [full(expected)], keys
+            assert error, keys
+
+
+def test_a_pasted_section_trains_without_a_tensor_parallel_group(world2: Any) -> None:
+    plain = world2.run(cases_session.ways_in, "stock", {})
+    for stock, ours in zip(plain, world2.run(cases_validate.pasted_without_group), strict=True):
+        assert ours["losses"] == stock["losses"][:2]
+        assert ours["partition"] is None
+        assert "host memory" in ours["summary"]
+        assert "split" not in ours["summary"]
