@@ -32,7 +32,7 @@ a.policy=block a.check=1 -> a.check: the_keys_here
 a.policy=block a.share_gather=1 -> a.share_gather: a_valid_boolean
 a.policy=block a.modules="Block" -> a.modules: a_list
 a.policy=block a.modules=["Block",3,""] -> a.modules[1]: names | a.modules[2]: names
-a.policy=block a.modules=["Block","auto"] -> a.modules[1]: nothing_fills_it_in
+a.policy=block a.modules=["Block","auto"] -> a.modules[1]: not_one_of_them
 a.modules=["Block"] -> a.modules: while_a.policy_is_"none"
 a.share_gather=true -> a.share_gather: set_a.policy_to_"block"
 a.policy=block a.save_ops=["matmuls"] -> a.save_ops: "selective"
@@ -89,7 +89,7 @@ c.method=topk c.error_feedback={"enabled":false,"dtype":"bf16"} -> c.error_feedb
 c.method=quantize c.topk={"density":0.1} c.rules=[{"match":"a","method":"powersgd"}] -> c.topk: "quantize"
 c.method=quantize c.rules=[{"match":"a","method":"powersgd","topk":{"density":0.1}}] -> c.rules[0].topk: "powersgd"
 c.method=dense c.topk.density=0.5 c.rules=[{"match":"*","method":"topk"}] c.warmup_steps=5 ->
-c.method=topk c.rules=[{"match":"auto","method":"none"}] -> c.rules[0].match: nothing_fills_it_in | c.rules[0].method: "dense"
+c.method=topk c.rules=[{"match":"auto","method":"none"}] -> c.rules[0].match: not_one_of_them | c.rules[0].method: "dense"
 c.method=topk c.rules=[{"match":"*","method":"topk","dims":0,"min_numel":"8"}] -> c.rules[0].dims: 1 | c.rules[0].min_numel: text
 c.method=topk c.rules=[{"match":"*"},"*"] -> c.rules[0].method: nothing | c.rules[1]: a_list_of_objects
 c.method=topk c.rules=[{"match":"*","method":"topk","topk":{"density":0}}] -> c.rules[0].topk.density: above
