@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ds_ckpt
 from tests import architectures
 from tests.distributed import ecosystem_models, models
-from tests.distributed.heard import hearing
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once
 
 OFFLOAD = {"offload": True, "offload_min_bytes": 0}
@@ -172,7 +172,7 @@ def second_engine(plans: tuple[str, str], way: str) -> dict[str, Any]:
     fresh()
     model: Any = architectures.build("llama", 3)
     engines, losses = [], []
-    with hearing() as lines:
+    with captured_log() as lines:
         for plan in plans:
             engine, *_ = ds_ckpt.initialize(
                 model=model,
