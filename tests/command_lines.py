@@ -21,6 +21,7 @@ from ds_ckpt.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 UsageError = typer.BadParameter.__mro__[1]
+OTHERS = ("cd", ".", "git", "apt", "ruff", "mypy", "lint-imports", "accelerate", "torchrun")
 TYPES = {"int": int, "float": float}
 
 
@@ -81,7 +82,7 @@ def check_command(command: str, *, named: bool = False) -> None:
         known = Path(program).read_text(encoding="utf-8") + passed
         assert all(word in known for word in arguments if word.startswith("-")), command
     else:
-        assert program in ("cd", ".", "git", "apt", "ruff", "mypy", "lint-imports"), program
+        assert program in OTHERS, program
 
 
 def _ds_ckpt(arguments: list[str], named: bool) -> None:
@@ -93,8 +94,9 @@ def _ds_ckpt(arguments: list[str], named: bool) -> None:
             return
         name, *arguments = arguments
         parser = parser.commands[name]
-    if name == "run" and "--" in arguments:
-        check_command(shlex.join(arguments[arguments.index("--") + 1 :]))
+    inner = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    if name in ("run", "exec") and inner and inner != ["COMMAND"]:
+        check_command(shlex.join(inner))
     if arguments:  # else the command is named, not typed
         try:
             parser.make_context(name, list(arguments))

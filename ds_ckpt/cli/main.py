@@ -13,6 +13,7 @@ import typer
 
 from ds_ckpt.cli import hosts
 from ds_ckpt.cli.doctor import doctor
+from ds_ckpt.cli.execute import execute
 from ds_ckpt.cli.measure import measure, report
 from ds_ckpt.cli.plan import plan
 from ds_ckpt.cli.profile import profile
@@ -20,6 +21,7 @@ from ds_ckpt.cli.validate import schema, validate
 from ds_ckpt.cli.validate_accuracy import validate_accuracy
 
 EXAMPLES = {
+    "exec": "ds-ckpt exec -- deepspeed --hostfile hosts train.py --deepspeed_config zero3.json",
     "validate": "ds-ckpt validate ds_configs/zero3_3bit.json",
     "schema": "ds-ckpt schema -o ds_ckpt.schema.json",
     "doctor": "ds-ckpt doctor",
@@ -66,6 +68,7 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: 
 _add(hosts.hosts, "hosts run", hosts.run, context_settings={"ignore_unknown_options": True})
 _add(hosts.hosts, "hosts down", hosts.down)
 app.add_typer(hosts.hosts, name="hosts")
+_add(app, "exec", execute, context_settings={"allow_interspersed_args": False})
 _add(app, "probe", hosts.probe)
 _add(app, "validate-accuracy", validate_accuracy)
 _add(app, "profile", profile)

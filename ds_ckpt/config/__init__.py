@@ -8,14 +8,16 @@ default, description, and the keys that it requires. Nothing here imports DeepSp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ds_ckpt.config.load import load_file
+from ds_ckpt.config import load
 from ds_ckpt.config.models import PluginConfig, json_schema, plugin_model
-from ds_ckpt.config.paths import DEEPSPEEDS, OURS, show
+from ds_ckpt.config.paths import DEEPSPEEDS, OURS, is_auto, show
 from ds_ckpt.config.read import no_object, read
 from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_compat_keys
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.fields import warn
 
 __all__ = [
     "PluginConfig",
@@ -23,6 +25,32 @@ __all__ = [
     "load_file",
     "parse",
 ]
+
+AUTO: Mapping[str, Any] = {
+    "activation": {"policy": "block"},
+    "compression": {"method": "quantize", "quantize": {"bits": 3, "block": 64}},
+    "weights": {"resident": "auto"},
+}
+"""Content of the section "auto"."""
+
+
+def load_file(path: str | Path) -> dict[str, Any]:
+    """Return a file's JSON object with the section "auto" filled in; ConfigError if it has none."""
+    return _filled_in(load.load_file(path))
+
+
+def _filled_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace the section "auto" by its parts that DeepSpeed's settings allow."""
+    if not is_auto(config.get("ds_ckpt")):
+        return config
+    section = {}
+    for part, content in AUTO.items():
+        alone = plugin_model().model_validate({part: content})
+        if problem := next(conflicts(alone, config), None):
+            warn(f'"auto" has no {part}: {problem.where} is {problem.found}')
+        else:
+            section[part] = content
+    return {**config, "ds_ckpt": section}
 
 
 def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
@@ -34,6 +62,7 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
     problems: list[Problem] = []
     plugin = None
     if isinstance(config, Mapping):
+        config = _filled_in(dict(config))
         ours, theirs = config.get("ds_ckpt"), config.get("activation_checkpointing")
         problems += misspelt(config)
         if theirs is not None and not isinstance(theirs, Mapping):

@@ -35,7 +35,11 @@ class TelemetryConfig(Section):
 
 
 class PluginConfig(Section):
-    """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry."""
+    """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry.
+
+    `"ds_ckpt": "auto"` is a whole section: block checkpointing, and 3-bit gradients and resident
+    weights if they shorten the step. A part that DeepSpeed's settings rule out is left out.
+    """
 
     activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")
     compression: CompressionConfig = section(CompressionConfig, "Compression of gradients.")
@@ -116,10 +120,12 @@ def json_schema() -> dict[str, Any]:
         "activation_checkpointing": CompatSection,
     }
     _, generated = models_json_schema([(model, "validation") for model in models.values()])
+    keys: dict[str, Any] = {k: {"$ref": f"#/$defs/{m.__name__}"} for k, m in models.items()}
+    keys["ds_ckpt"] = {"anyOf": [keys["ds_ckpt"], {"const": "auto"}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed configuration with ds_ckpt",
         "type": "object",
-        "properties": {k: {"$ref": f"#/$defs/{m.__name__}"} for k, m in models.items()},
+        "properties": keys,
         **generated,
     }

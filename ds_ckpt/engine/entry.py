@@ -1,21 +1,29 @@
 """Entry points. All of them create a `Session` on DeepSpeed's engine.
 
 `initialize` and `attach` are for code that imports the plugin; `install` is for code that does not
-(the HF Trainer, accelerate, and any script under `--module ds_ckpt.run`).
+(the HF Trainer, accelerate, and any script under `ds-ckpt exec` or `--module ds_ckpt.run`).
 """
 
 from __future__ import annotations
 
-import functools
+import base64
+import contextlib
+import copy
 import inspect
+import itertools
+import json
 import logging
 import os
+import runpy
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
+from ds_ckpt import environment
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.engine import (
     ATTRIBUTE,
@@ -24,11 +32,14 @@ from ds_ckpt.engine import (
     ensure_log_handler,
     has_optimizer,
 )
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
-_wrapper: Any = None
-"""Replacement of `deepspeed.initialize` by the last `install`."""
+WAIT_S = 120.0
+"""Seconds that a rank waits for the others before it attaches."""
+_IDLE_WAIT_S = 5.0
+"""The same for a rank that has nothing to attach."""
+_meetings = itertools.count()
 
 
 def session_of(engine: Any) -> Session | None:
@@ -38,7 +49,7 @@ def session_of(engine: Any) -> Session | None:
 
 
 def attach(engine: Any, *, mpu: Any = None) -> Session:
-    """Attach the plugin to an existing engine, configured by the engine's own JSON.
+    """Attach the plugin to an existing engine, configured by the engine's own JSON. Collective.
 
     Args:
         engine: DeepSpeed's engine.
@@ -47,7 +58,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
     Raises:
         ConfigError, UnsupportedError, ContractError: The configuration, the model or the DeepSpeed
-            version is not supported; the engine is unchanged.
+            version is not supported, or not all ranks attach; the engine is unchanged.
     """
     if session_of(engine) is not None:
         why = "two sessions would compress and checkpoint twice"
@@ -55,6 +66,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         found = "an engine that already has a session"
         raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
     config = parse(engine._config._param_dict)
+    _require_all_ranks(config.summary())
     end_earlier_sessions(engine)
     return Session(engine, config, mpu)
 
@@ -67,8 +79,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """
     import deepspeed
 
-    current = deepspeed.initialize
-    return _initialize(current.__wrapped__ if current is _wrapper else current, args, kwargs)
+    return initialize_installed(_stock(deepspeed.initialize), args, kwargs)
 
 
 def install() -> None:
@@ -76,62 +87,142 @@ def install() -> None:
 
     The HF Trainer and accelerate look it up at call time. Idempotent; undone by `uninstall()`.
     """
-    global _wrapper
-    import deepspeed
+    import deepspeed  # noqa: F401
 
-    stock = deepspeed.initialize
-    if stock is _wrapper:
-        return
-
-    @functools.wraps(stock)
-    def initialize_with_plugin(*args: Any, **kwargs: Any) -> Any:
-        return _initialize(stock, args, kwargs)
-
-    _wrapper = deepspeed.initialize = initialize_with_plugin
+    startup = environment.STARTUP / "sitecustomize.py"
+    runpy.run_path(str(startup), run_name="ds_ckpt.startup")["watch"]()
 
 
 def uninstall() -> None:
     """Restore `deepspeed.initialize`, unless another library has wrapped it since."""
     import deepspeed
 
-    if deepspeed.initialize is _wrapper:
-        deepspeed.initialize = _wrapper.__wrapped__
+    deepspeed.initialize = _stock(deepspeed.initialize)
+
+
+def _stock(function: Any) -> Any:
+    is_ours = getattr(function, "__ds_ckpt__", None) is function
+    return function.__wrapped__ if is_ours else function
+
+
+def initialize_installed(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stand in for `deepspeed.initialize`; called by the start-up code that replaced it."""
+    try:
+        return _initialize(stock, args, kwargs)
+    except (ConfigError, UnsupportedError) as error:
+        if environment.REACHED not in os.environ:
+            raise
+        raise SystemExit(str(error)) from None  # under `ds-ckpt exec`
 
 
 def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        bound = inspect.signature(stock).bind(*args, **kwargs)
     except TypeError:
         return stock(*args, **kwargs)  # raises DeepSpeed's own error
-    raw = _raw_config(given.get("args"), given.get("config"), given.get("config_params"))
+    is_exec = environment.REACHED in os.environ
+    if is_exec:
+        with contextlib.suppress(OSError):  # on another node
+            Path(os.environ[environment.REACHED]).touch()
+    environment.clear_stale_locks()
+    raw = _with_section(bound.arguments)
     if raw is not None:
         parse(raw)  # errors come before ranks connect and memory is allocated
-    result = stock(*args, **kwargs)
+    is_silent = is_exec or os.environ.get("LOCAL_RANK", "0") != "0"
+    with contextlib.nullcontext() if is_silent else environment.reported_compiling():
+        result = stock(*bound.args, **bound.kwargs)
     engine = result[0]
     if session_of(engine) is not None:
         return result  # another library's wrapper has called ours already
-    checked = parse(engine._config._param_dict)
+    sections = engine._config._param_dict
+    checked = parse(sections)
     if has_optimizer(engine):
         end_earlier_sessions(engine)
     if not (checked.active or checked.telemetry.enabled):
-        return result
-    if has_optimizer(engine):
+        has_section = sections.get("ds_ckpt") is not None
+        why = f"the ds_ckpt section {'switches nothing on' if has_section else 'is missing'}"
+    elif has_optimizer(engine):
         attach(engine)
-    elif torch.distributed.get_rank() == 0:
+        return result
+    else:
+        why = "this engine has no optimizer (inference)"
+    _require_all_ranks("")
+    if dist.get_rank() == 0:
         ensure_log_handler()
-        log.warning("ds_ckpt: this engine has no optimizer (inference); nothing is switched on")
+        log.warning("ds_ckpt: %s: plain DeepSpeed", why)
     return result
 
 
-def _raw_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | None:
-    """Return the configuration that DeepSpeed will read; None leaves it to DeepSpeed."""
-    source = config if config is not None else config_params
+def _require_all_ranks(summary: str) -> None:
+    """Raise on every rank if one has no plugin or other settings, before anything waits for it.
+
+    What follows an attach is collective. A rank with nothing to attach has no summary: it waits
+    briefly, and raises only if another one attaches.
+    """
+    number, world = next(_meetings), dist.get_world_size()
+    store: Any = dist.distributed_c10d._get_default_store()
+    if world == 1 or store is None:  # MPI's process groups have none
+        return
+    limit_s = float(os.environ.get(environment.WAIT_S, WAIT_S)) if summary else _IDLE_WAIT_S
+    keys = [f"ds_ckpt/{number}/{peer}" for peer in range(world)]
+    store.set(keys[dist.get_rank()], summary or "plain DeepSpeed")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+        if len(set(store.multi_get(keys))) == 1:
+            return
+    except dist.DistError:
+        if not summary:
+            return
+    ranks: dict[str, list[str]] = {}
+    for peer, key in enumerate(keys):
+        found = store.get(key).decode() if store.check([key]) else f"no ds_ckpt for {limit_s:g} s"
+        ranks.setdefault(found, []).append(str(peer))
+    time.sleep(min(2.0, limit_s))  # store and launch end with the first rank that raises
+    found = "; ".join(f"{found} on rank {', '.join(ranks[found][:8])}" for found in ranks)
+    why = f"the {world} ranks exchange gradients, weights and plans"
+    remedy = "use one configuration, and install ds_ckpt for every rank. Under ds-ckpt exec, "
+    remedy += f"{environment.STARTUP} must be first on each rank's PYTHONPATH"
+    headline = "ds_ckpt is not active alike on all ranks"
+    raise UnsupportedError(Problem("ranks", found, why, remedy), headline=headline)
+
+
+def _with_section(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration that DeepSpeed will read; None leaves it to DeepSpeed.
+
+    The section of `ds-ckpt exec --section` is added to one that has none, in `given`.
+    """
+    encoded, args = os.environ.get(environment.SECTION), given.get("args")
+    key = next((k for k in ("config", "config_params") if given.get(k) is not None), "args")
+    source = getattr(args, "deepspeed_config", None) if key == "args" else given[key]
+    whole = _read(source)
+    if encoded is None or whole is None:
+        return whole
+    if whole.get("ds_ckpt") is not None:
+        if os.environ.get("RANK", "0") == "0":
+            log.warning("ds_ckpt: the configuration has a section of its own; --section is unused")
+        return whole
+    whole["ds_ckpt"] = json.loads(base64.urlsafe_b64decode(encoded))
+    if key == "args":
+        given["args"] = copy.copy(args)  # DeepSpeed refuses a configuration in two places
+        given["args"].deepspeed_config = None
+    given["config"], given["config_params"] = whole, None
+    return whole
+
+
+def _read(source: Any) -> dict[str, Any] | None:
+    """Read an object, a file or base64 as DeepSpeed does; None if it cannot be read."""
     if source is None:
-        source = getattr(args, "deepspeed_config", None)
-    if source is None or isinstance(source, Mapping):
-        return source
-    if not isinstance(source, str | Path) or not os.path.isfile(source):
-        return None  # base64 of DeepSpeed's launcher
-    text = Path(source).read_text(errors="replace")
-    has_section = "ds_ckpt" in text or "activation_checkpointing" in text
-    return load_file(source) if has_section else None
+        return None
+    if isinstance(source, Mapping):
+        return dict(source)
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as unique
+
+    is_file = os.path.isfile(source)
+    text = Path(source).read_bytes() if is_file else b""
+    if b"ds_ckpt" in text or b"activation_checkpointing" in text:
+        return load_file(source)
+    with contextlib.suppress(TypeError, ValueError):
+        text = text if is_file else base64.urlsafe_b64decode(source)
+        return dict(hjson.loads(text.decode(), object_pairs_hook=unique))
+    return None

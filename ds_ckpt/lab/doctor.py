@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from ds_ckpt import environment
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.units import GIB, size
 
@@ -40,7 +41,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run all checks and return their findings in the order of the report."""
-    return [*_versions(), *_accelerator(), *_hooks(), *_programs(), _pinned_memory()]
+    found = [*_versions(), *_accelerator(), *_hooks(), *_programs()]
+    return [*found, *_stale_locks(), _pinned_memory()]
 
 
 def _versions() -> list[Finding]:
@@ -116,6 +118,14 @@ def _programs() -> list[Finding]:
             remedy = f"for {use}: install it (Debian: apt install {package})"
             findings.append(Finding("launchers", name, "missing", "not on the PATH", remedy))
     return findings
+
+
+def _stale_locks() -> list[Finding]:
+    detail = "a killed compilation's lock, for which every start waits"
+    return [
+        Finding("operators", str(lock), "warning", detail, f"rm {lock} (ds-ckpt exec does it)")
+        for lock in environment.stale_locks()
+    ]
 
 
 def _pinned_memory() -> Finding:

@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "block, dense": {"policy": "block"},
 }
 BESIDE = {
+    "block, offload": {"weights": {"resident": "auto"}},
     "block, lead": models.topk_section(topk={"density": 0.05}, error_feedback={"momentum": 0.3}),
     "block, dense": {"compression": {"method": "dense"}},
 }

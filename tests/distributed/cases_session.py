@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt import environment
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.distributed import models
 from tests.distributed.pool import fresh, once
@@ -100,6 +103,24 @@ def refused(sections: dict[str, Any], kind: str = "llama") -> dict[str, Any]:
     except ds_ckpt.DsCkptError as error:
         message = str(error)
     return {"message": message, "untouched": stage3.reduce_scatter_coalesced is original}
+
+
+def unlike_ranks(rank_1: str) -> dict[str, Any]:
+    """The error on each rank if rank 1 has no plugin or other settings, and its seconds."""
+    fresh()
+    sections = {"none": {}, "other": {"ds_ckpt": {"activation": {"policy": "mlp"}}}}
+    config = models.zero3_config(**(sections.get(rank_1, BLOCK) if dist.get_rank() else BLOCK))
+    is_plain = rank_1 == "stock" and dist.get_rank() == 1
+    initialize = deepspeed.initialize if is_plain else ds_ckpt.initialize
+    model, message = models.build("llama"), ""
+    start_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(environment.WAIT_S, "0.5")
+        try:
+            initialize(model=model, model_parameters=model.parameters(), config=config)
+        except ds_ckpt.UnsupportedError as error:
+            message = str(error)
+    return {"message": message, "seconds": time.monotonic() - start_s}
 
 
 def inference(way: str) -> dict[str, Any]:

@@ -72,6 +72,21 @@ def test_an_error_of_one_part_leaves_no_other_part_attached(world2: Any, part: s
         assert not result["session"]
 
 
+def test_a_rank_without_the_plugin_is_named_before_anything_waits(world2: Any) -> None:
+    first, second = world2.run(cases.unlike_ranks, "stock")
+    assert "no ds_ckpt for 0.5 s on rank 1" in first["message"]
+    assert not second["message"]
+    assert first["seconds"] < 20
+
+
+@pytest.mark.parametrize("rank_1", ["none", "other"])
+def test_ranks_with_other_settings_are_named_on_all(world2: Any, rank_1: str) -> None:
+    for result in world2.run(cases.unlike_ranks, rank_1):
+        assert "checkpointing block on rank 0" in result["message"]
+        other = "plain DeepSpeed" if rank_1 == "none" else "checkpointing mlp"
+        assert f"{other} on rank 1" in result["message"]
+
+
 def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> None:
     for result in world2.run(cases.inference, "install"):
         assert result["session"] is None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback
+from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback, Prepared
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
-from ds_ckpt.lab.hosts.launcher import deepspeed, run_in_foreground
+from ds_ckpt.lab.hosts.launcher import remove_shared_buffers, run, run_in_foreground
 from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -29,8 +30,8 @@ Trained = list[dict[str, dict[str, Any]]]
 """Results that `train.py` has written: by rank, then by configuration."""
 
 
-def _train(backend: Backend, folder: Path) -> Trained:
-    """Run all trainings in one launch, with the plugin installed."""
+def _train(backend: Backend, folder: Path, *launcher: str) -> Trained:
+    """Run all trainings in one launch by `ds-ckpt exec`."""
     folder.mkdir()
     zero = {
         "stage": 3,
@@ -47,8 +48,13 @@ def _train(backend: Backend, folder: Path) -> Trained:
     (folder / "stock.json").write_text(json.dumps(config))
     (folder / "plugin.json").write_text(json.dumps({**config, "ds_ckpt": PLUGIN}))
     (folder / "resident.json").write_text(json.dumps({**config, "ds_ckpt": RESIDENT}))
-    argv = ["--module", "ds_ckpt.run", str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
-    deepspeed(backend, argv, folder)
+    argv = ["deepspeed", *launcher, str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
+    plain = backend.prepare(argv, folder)
+    prepared = Prepared([*COMMAND, "exec", "--", *plain.command], plain.environment)
+    said = run(prepared, folder, limit_s=240, backend=backend)
+    remove_shared_buffers(backend.port)
+    assert "no process on this node" not in said
+    assert "the ds_ckpt section is missing" in said  # of the first configuration
     return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)]
 
 
@@ -73,6 +79,22 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(
         assert resident["sent_bytes"] < baseline["sent_bytes"] - 0.9 * STEPS * gather
         for name, trained in process.items():
             assert trained["losses"] == same[name]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_openmpi_starts_the_plugin_on_both_hosts(
+    own_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Open MPI is installed; ranks are found by mpi4py."""
+    pytest.importorskip("mpi4py")
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    for process in _train(own_hosts, tmp_path / "mpi", "--launcher=openmpi"):
+        assert process["plugin"]["losses"] != process["stock"]["losses"]
+        assert process["resident"]["losses"] == process["stock"]["losses"]
 
 
 @pytest.mark.timeout(400)

@@ -92,7 +92,7 @@ NAMED = [
     Code(span.page, span.line, "bash", part)
     for span in SPANS
     for part in span.text.split(" && ")
-    if re.match(PROGRAMS, part + " ") and part.strip() != "deepspeed"
+    if re.match(PROGRAMS, part + " ") and part.strip() not in ("deepspeed", "python")
 ]
 
 

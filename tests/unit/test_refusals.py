@@ -59,9 +59,10 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
 
 
 def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
-    from ds_ckpt.engine.entry import _raw_config
+    from ds_ckpt.engine.entry import _with_section
 
-    assert _raw_config(None, "eyJ6ZXJv" * 100, None) is None  # longer than a file's name may be
+    # longer than a file's name may be
+    assert _with_section({"config": "eyJ6ZXJv" * 100}) is None
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])

@@ -33,6 +33,19 @@ def test_the_launcher_argument_goes_on_to_the_script(
     assert expected in capsys.readouterr().out
 
 
+def test_a_module_of_a_package_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").write_text(
+        "import sys\nprint(sys.argv, __name__, __package__)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run.main(["--local_rank=1", "-m", "pkg.train", "-m", "x"])
+    path = str(tmp_path / "pkg" / "train.py")
+    assert f"{[path, '--local_rank=1', '-m', 'x']} __main__ pkg" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv", [[], ["--local_rank=0"], ["nowhere.py"]])
 def test_a_missing_script_is_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit, match="usage: deepspeed"):

@@ -206,7 +206,7 @@ def exported(everywhere: Mapping[str, str], folder: Path) -> str:
     path, name = folder / "deepspeed_env", os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     theirs = (Path(place, name) for place in (Path.home(), "."))  # where DeepSpeed looks
     lines = [line for file in theirs if file.is_file() for line in file.read_text().splitlines()]
-    lines += [f"{name}={value}" for name, value in everywhere.items()]
+    lines += [f"{k}={v}" for k, v in everywhere.items() if k != "PYTHONPATH"]  # DeepSpeed's own
     path.write_text("".join(f"{line}\n" for line in lines if "=" in line))
     return str(path)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from ds_ckpt.environment import clear_stale_locks
 from ds_ckpt.errors import DsCkptError, Problem
 from ds_ckpt.lab.hosts.backends import SSH_S, Backend, Prepared
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
@@ -228,17 +229,12 @@ def log_tail(log: Path) -> str:
 
 
 @contextlib.contextmanager
-def lock_cleared_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
-    """Remove the lock, for which torch waits forever, of a failed build of the CPU operator."""
-    named = environment.get("TORCH_EXTENSIONS_DIR")
-    compiled = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
-    pattern = "**/deepspeed_shm_comm/lock"
-    before = set(compiled.glob(pattern))
+def lock_cleared_on_failure(variables: Mapping[str, str]) -> Iterator[None]:
+    """Remove the lock, for which torch waits forever, of a failed build of an operator."""
     try:
         yield
     except BaseException:
-        for lock in set(compiled.glob(pattern)) - before:
-            lock.unlink(missing_ok=True)
+        clear_stale_locks(0.0, variables)
         raise
 
 

@@ -1,0 +1,84 @@
+"""`ds-ckpt exec`: run a command with the plugin in every process that it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ds_ckpt.cli.common import exit_on_error
+
+
+def execute(
+    command: Annotated[list[str], typer.Argument(help="Command to run, after --.")],
+    section: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Section for configurations without one: a JSON file with the `ds_ckpt` section "
+            "or its content, or the word auto.",
+        ),
+    ] = None,
+) -> None:
+    """Run a command with the plugin in all of its Python processes, on every node.
+
+    No file of yours changes: the plugin is active in each `deepspeed.initialize` of `deepspeed`,
+    `torchrun`, `accelerate launch` or `python`. Returns the command's exit code.
+    """
+    from ds_ckpt import environment
+
+    with exit_on_error():
+        content = _read_section(section)
+    environment.clear_stale_locks(0.0)
+    with tempfile.TemporaryDirectory(prefix="ds_ckpt_exec_") as folder:
+        reached = Path(folder, "reached")
+        variables = environment.with_plugin(os.environ, content, reached)
+        with environment.reported_compiling():
+            code = _run(command, variables)
+        if not reached.exists():
+            typer.echo(
+                "ds-ckpt exec: no process on this node called deepspeed.initialize with the "
+                "plugin. Either nothing here trains with DeepSpeed, or something replaces "
+                "PYTHONPATH, runs python -I, -E or -S, or has its own sitecustomize.py in front.",
+                err=True,
+            )
+    raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
+
+
+def _read_section(section: str | None) -> Any:
+    if section is None or section == "auto":
+        return section
+    from ds_ckpt.config import load_file, parse
+
+    content = load_file(section)
+    content = content.get("ds_ckpt", content)
+    parse({"zero_optimization": {"stage": 3}, "ds_ckpt": content}, source=section)
+    return content
+
+
+def _run(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Run the command, pass signals on to it, and return its code."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and os.isatty(0):
+            return  # the terminal has sent it to the command, too
+        if not children:
+            raise SystemExit(128 + number)
+        children[0].send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:  # else nohup
+            signal.signal(number, pass_on)
+    try:
+        children.append(subprocess.Popen(command, env=variables))
+    except OSError as error:
+        typer.echo(f"ds-ckpt exec: {command[0]}: {error.strerror}", err=True)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+    return children[0].wait()
