@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation.snapshot import input_changed
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
+from ds_ckpt.telemetry.timings import marked
 
 # copies between device and host
 
@@ -300,8 +301,9 @@ class InputStore:
         kept.note_changes()
         if kept.host is not None or kept.original is None or kept.changed:
             return  # a changed input is refused in backward
-        kept.host = host_buffer(kept.nbytes, self._device)
-        kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
+        with marked("offload"):
+            kept.host = host_buffer(kept.nbytes, self._device)
+            kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
         self._leaving.append(kept)
         self.counters.out[kept.label] += 1
         self.counters.out_bytes[kept.label] += kept.nbytes
@@ -359,8 +361,9 @@ class InputStore:
         if kept.here is not None:
             return
         assert kept.host is not None
-        kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-        kept.pending = self._copies.copy(kept.host, kept.fetched)
+        with marked("offload"):
+            kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
+            kept.pending = self._copies.copy(kept.host, kept.fetched)
         self._fetched.append(kept)
         self.counters.back[kept.label] += 1
         self.counters.late += late

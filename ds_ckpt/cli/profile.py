@@ -58,6 +58,13 @@ def profile(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="JSON file to write all results to.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Chrome trace file of one real step of two blocks, with recomputations marked. "
+            "Counts its kernels, too."
+        ),
+    ] = None,
 ) -> None:
     """Count memory, recompute and launches of a model under several policies.
 
@@ -74,7 +81,7 @@ def profile(
     from rich.console import Console
 
     from ds_ckpt.config import load_file
-    from ds_ckpt.lab.estimate.profile import Options, make_profile
+    from ds_ckpt.lab.estimate.profile import Options, make_profile, trace_step
     from ds_ckpt.lab.estimate.profile_report import document
     from ds_ckpt.lab.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
@@ -97,4 +104,5 @@ def profile(
         with progress(len(counts) * each) as report:
             found = make_profile(options, report)
         document(found).print(Console(soft_wrap=False))
+        write_output(trace, lambda path: typer.echo(trace_step(options, path)))
         write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))

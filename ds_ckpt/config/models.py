@@ -23,9 +23,11 @@ _ENABLED = Requires("enabled", (True,))
 
 
 class TelemetryConfig(Section):
-    """Records of bytes and collectives, by purpose."""
+    """Records of bytes and times, by purpose."""
 
-    enabled: bool = Field(False, description="Records of sent, gathered and reduced bytes.")
+    enabled: bool = Field(
+        False, description="Records of bytes and of a step's times; rank 0 logs a line of each."
+    )
     every_n_steps: Annotated[int, _ENABLED] = Field(
         10, ge=1, description="Interval of records, in optimizer steps."
     )
@@ -44,7 +46,7 @@ class PluginConfig(Section):
     activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")
     compression: CompressionConfig = section(CompressionConfig, "Compression of gradients.")
     weights: WeightsConfig = section(WeightsConfig, "Copies of the weights on every node.")
-    telemetry: TelemetryConfig = section(TelemetryConfig, "Records of bytes and collectives.")
+    telemetry: TelemetryConfig = section(TelemetryConfig, "Records of bytes and times.")
 
     @property
     def active(self) -> bool:

@@ -89,7 +89,11 @@ class Gradients:
     def sample(self) -> ExchangeSample:
         """Return the times and errors of the last step."""
         seconds, norm = self.step.exchange.timings.seconds, gradient_norm(self._engine)
-        return ExchangeSample(dict(seconds), self.sampler.latest, norm, self.step.is_compressing)
+        exchanges = 1 if self._exchanges_once else self._engine.gradient_accumulation_steps()
+        own_part = exchanges * (self.groups.world - 1) / self.groups.world / self.groups.local
+        saved_bytes = own_part * (self.assignment.dense_bytes - self.assignment.sent_bytes)
+        about = (self.sampler.latest, norm, self.step.is_compressing, saved_bytes)
+        return ExchangeSample(dict(seconds), *about)
 
     def dense(self) -> StepState:
         """Return an exchange that sends everything, to compare with DeepSpeed's reduction."""

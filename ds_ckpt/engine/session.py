@@ -30,7 +30,7 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import ExchangeSample, StepLog
-from ds_ckpt.telemetry.timings import ResidualStats
+from ds_ckpt.telemetry.timings import EventSpans, ResidualStats, Spans
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
@@ -151,9 +151,10 @@ class Session:
         model, activation = self.engine.module, self.config.activation
         device = torch.device(self.engine.device)
         self._inputs = build_inputs(activation, model, units, device, self._group)
+        recompute = functools.partial(self.counters.span, "recompute")
         self._blocks = blocks = CheckpointedBlocks(
             model,
-            scopes=[self._gather.recompute] if self._gather else [],
+            scopes=[self._gather.recompute if self._gather else recompute],
             policy=activation_policy(activation),
             units=units,
             around=self._inputs.around if self._inputs else None,
@@ -170,6 +171,10 @@ class Session:
 
     def _attach_telemetry(self) -> None:
         telemetry, exchange = self.config.telemetry, self.exchange
+        device = torch.device(self.engine.device)
+        self.counters.spans = spans = Spans() if device.type == "cpu" else EventSpans(device)
+        if exchange is not None:
+            exchange.step.exchange.timings.spans = spans
         monitor = getattr(self.engine, "monitor", None)
         has_monitor = dist.get_rank() == 0 and monitor is not None and monitor.enabled
         self._steps = StepLog(
@@ -179,6 +184,8 @@ class Session:
             rank=dist.get_rank(),
             sample=exchange.sample if exchange else ExchangeSample,
             monitor=monitor.write_events if monitor is not None and has_monitor else None,
+            spans=spans,
+            is_compressing=lambda: exchange is not None and exchange.step.is_compressing,
         )
         if exchange is not None:
             exchange.sampler.observe(telemetry.every_n_steps)
@@ -187,7 +194,12 @@ class Session:
 
     def _wrap_engine(self) -> None:
         engine = self.engine
-        step, destroy = engine.step, engine.destroy
+        forward, step, destroy = engine.forward, engine.step, engine.destroy
+
+        @functools.wraps(forward)
+        def marked_forward(*args: Any, **kwargs: Any) -> Any:
+            with self.counters.span("forward"):
+                return forward(*args, **kwargs)
 
         @functools.wraps(step)
         def counted_step(*args: Any, **kwargs: Any) -> Any:
@@ -205,6 +217,7 @@ class Session:
             finally:
                 destroy()
 
+        self._patches.set(engine, "forward", marked_forward)
         self._patches.set(engine, "step", counted_step)
         self._patches.set(engine, "destroy", detach_and_destroy)
         self._patches.set(engine, ATTRIBUTE, self)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ds_ckpt.telemetry.timings import Spans
+from ds_ckpt.telemetry.timings import Spans, timed
 
 
 class Purpose(str, Enum):
@@ -91,9 +91,9 @@ class Counters:
         purposes = getattr(self._local, "purposes", None)
         return purposes[-1] if purposes else self.default
 
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """Record a time span if `spans` is set."""
-        return nullcontext() if self.spans is None else self.spans.span(kind)
+    def span(self, kind: str) -> AbstractContextManager[Any]:
+        """Return a range of profilers, recorded if `spans` is set."""
+        return timed(kind, self.spans)
 
     def sent(self, number_of_bytes: int, far_bytes: int = 0) -> None:
         """Count one collective, of which `far_bytes` go to other nodes."""

@@ -13,36 +13,47 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ds_ckpt.telemetry.counters import Counters, Snapshot
+from ds_ckpt.telemetry.timings import EXPOSED, Spans, step_parts
+from ds_ckpt.telemetry.units import MB, number
 
 log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
 """Name, value and optimizer step, the arguments of DeepSpeed's monitors."""
 Value = float | Mapping[str, float]
+MIN_UNCOMPRESSED = 4
+"""Uncompressed steps of a run before compressed ones are compared with them."""
 
 
 class ExchangeSample(NamedTuple):
     """A gradient exchange after the last step; the defaults are those without compression.
 
     `energies` are squared norms before and after compression, by method; empty if not sampled.
+    `saved_bytes` are those that this rank sends less in a compressed step than in a dense one.
     """
 
     seconds: Mapping[str, float] = MappingProxyType({})
     energies: Mapping[str, tuple[float, float]] = MappingProxyType({})
     gradient_norm: float | None = None
     compresses: bool = False
+    saved_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two records, on one rank; `parameters` have been gathered so far."""
+    """The steps between two records, on one rank; `parameters` have been gathered so far.
+
+    `timed` is whether a step was compressed, and its parts (`timings.step_parts`), for those that
+    are known; `uncompressed_s` the time of the reduction in the run's uncompressed steps.
+    """
 
     steps: int
     seconds: float
@@ -50,13 +61,20 @@ class Interval:
     parameters: int
     exchange_s: Mapping[str, float]
     exchange: ExchangeSample
+    timed: Sequence[tuple[bool, Mapping[str, float]]] = ()
+    uncompressed_s: float | None = None
+
+    def part_s(self, name: str) -> float:
+        """Return the mean seconds of a part."""
+        return fmean(parts[name] for _, parts in self.timed)
 
 
-FIELDS: dict[str, Callable[[Interval], Value]] = {}
+Read = Callable[[Interval], Value | None]
+FIELDS: dict[str, Read] = {}
 
 
-def step_field(read: Callable[[Interval], Value]) -> Callable[[Interval], Value]:
-    """Register a function as a field of the step log."""
+def step_field(read: Read) -> Read:
+    """Register a function as a field of the step log. Records leave a field that is None out."""
     FIELDS[read.__name__] = read
     return read
 
@@ -105,10 +123,55 @@ def compresses(interval: Interval) -> bool:
     return interval.exchange.compresses
 
 
+@step_field
+def recompute_s(interval: Interval) -> float | None:
+    """Return the seconds of recomputation per step, without waits for weights."""
+    return interval.part_s("recompute") if interval.timed else None
+
+
+@step_field
+def exposed_s(interval: Interval) -> Value | None:
+    """Return the seconds per step of waiting for the network, by reason."""
+    return {reason: interval.part_s(reason) for reason in EXPOSED} if interval.timed else None
+
+
+@step_field
+def recompute_paid_share(interval: Interval) -> Value | None:
+    """Return the share of the recomputation's time that compression saves.
+
+    `measured`: the time by which the reduction, waits and work, is shorter than in the run's
+    uncompressed steps (warm-up, autotune). `estimated`, without such steps: saved bytes times the
+    seconds per byte of all exposed collectives, minus the compression's work. None without
+    compressed steps, recomputation or time of the exchange.
+    """
+    compressed_s = [parts["reduction"] for is_compressed, parts in interval.timed if is_compressed]
+    if not compressed_s or not interval.part_s("recompute") or not interval.part_s("exchange"):
+        return None
+    if interval.uncompressed_s is not None:
+        saved_s = interval.uncompressed_s - fmean(compressed_s)
+        return {"measured": saved_s / interval.part_s("recompute")}
+    sent = sum(interval.counted.bytes_sent.values()) / interval.steps
+    saved_s = interval.exchange.saved_bytes * sum(map(interval.part_s, EXPOSED)) / max(sent, 1)
+    work_s = interval.part_s("reduction") - interval.part_s("exchange")
+    return {"estimated": (saved_s - work_s) / interval.part_s("recompute")}
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """Describe a record in one line."""
+    times = {"a step": record["step_time_s"], "recomputation": record.get("recompute_s", 0.0)}
+    times |= {f"exposed {reason}": s for reason, s in record.get("exposed_s", {}).items()}
+    facts = [f"{name} {number(s)} s" for name, s in times.items() if s]
+    facts.append(f"{number(sum(record['sent_bytes'].values()) / MB)} MB sent")
+    for how, share in record.get("recompute_paid_share", {}).items():
+        facts.append(f"compression pays for {max(share, 0):.0%} of the recomputation ({how})")
+    return f"ds_ckpt: step {record['step']}: {', '.join(facts)}"
+
+
 class StepLog:
     """Writes a record every `every_n_steps` steps to a JSONL file, and keeps the `last`.
 
-    The rank is put before `.jsonl` in `path`. `monitor` receives each record's numbers.
+    The rank is put before `.jsonl` in `path`. `monitor` receives each record's numbers, and rank 0
+    logs a line. `spans` have the parts of steps, `is_compressing` is of the step that comes next.
     """
 
     def __init__(
@@ -120,8 +183,15 @@ class StepLog:
         rank: int,
         sample: Callable[[], ExchangeSample] = ExchangeSample,
         monitor: Callable[[list[Event]], None] | None = None,
+        spans: Spans | None = None,
+        is_compressing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._counters, self._every = counters, every_n_steps
+        self._spans, self._is_compressing, self._logs = spans or Spans(), is_compressing, rank == 0
+        self._modes = deque([False] * self._spans.delay + [is_compressing()])
+        """Whether the steps whose parts come next are compressed."""
+        self._timed: list[tuple[bool, Mapping[str, float]]] = []
+        self._uncompressed_s: deque[float] = deque(maxlen=64)
         self._sample, self._monitor = sample, monitor
         self._file: Path | None = None
         if path:
@@ -134,20 +204,36 @@ class StepLog:
     def step_ended(self, step: int) -> None:
         """Count a step; write a record if it is the last one of its interval."""
         self._steps += 1
+        self._time_step()
         if step % self._every:
             return
         now, now_s = self._counters.snapshot(), time.perf_counter()
         exchange = self._sample()
         exchange_s = {name: s - self._exchange_s[name] for name, s in exchange.seconds.items()}
         took_s, counted = now_s - self._time_s, now - self._before
-        interval = Interval(self._steps, took_s, counted, len(now.gathers), exchange_s, exchange)
-        values = {name: read(interval) for name, read in FIELDS.items()}
+        has_baseline = len(self._uncompressed_s) >= MIN_UNCOMPRESSED
+        uncompressed_s = median(self._uncompressed_s) if has_baseline else None
+        about = (len(now.gathers), exchange_s, exchange, self._timed, uncompressed_s)
+        interval, self._timed = Interval(self._steps, took_s, counted, *about), []
+        found = {name: read(interval) for name, read in FIELDS.items()}
+        values = {name: value for name, value in found.items() if value is not None}
         self.last = {"step": step, "steps": self._steps, **values}
         self._before, self._exchange_s = now, Counter(exchange.seconds)
         self._time_s, self._steps = now_s, 0
         self.note(self.last)
+        if self._logs:
+            log.info(line_of(self.last))
         if self._monitor is not None:
             self._monitor(list(_events(step, values)))
+
+    def _time_step(self) -> None:
+        is_compressed, spans = self._modes.popleft(), self._spans.take()
+        self._modes.append(self._is_compressing())
+        if spans:
+            parts = step_parts(spans, self._spans.waits)
+            self._timed.append((is_compressed, parts))
+            if not is_compressed:
+                self._uncompressed_s.append(parts["reduction"])
 
     def note(self, record: dict[str, Any]) -> None:
         """Append a record of any kind. If that fails, warn and write nothing from then on."""
@@ -166,5 +252,5 @@ def _events(step: int, values: Mapping[str, Value]) -> Iterator[Event]:
     """Flatten a record for DeepSpeed's monitors."""
     for name, value in values.items():
         parts = value if isinstance(value, Mapping) else {"": value}
-        for part, number in parts.items():
-            yield f"ds_ckpt/{name}/{part}".removesuffix("/"), float(number), step
+        for part, figure in parts.items():
+            yield f"ds_ckpt/{name}/{part}".removesuffix("/"), float(figure), step

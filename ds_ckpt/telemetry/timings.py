@@ -1,8 +1,9 @@
-"""Time spans and sections of a step, and statistics of residuals.
+"""Time spans and sections of a step, ranges of profilers, and statistics of residuals.
 
-`ds-ckpt measure` sets a `Spans` on a session's counters and timings. Kinds of spans are the loop's
-phases (`forward`, `backward`, `update`), `recompute`, the purposes of collectives, `collective` (a
-call, or the wait for one) and the sections of `Timings`.
+Telemetry, or `ds-ckpt measure`, sets a `Spans` on a session's counters and timings. Kinds of spans
+are the loop's phases (`forward`, `backward`, `update`), `recompute`, `gather` (DeepSpeed's fetch of
+a module's weights), the purposes of collectives, `collective` (a call, or the wait for one) and the
+sections of `Timings`. Each kind is a range of torch's profiler, too.
 """
 
 from __future__ import annotations
@@ -10,11 +11,37 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+_MOST_SPANS = 1 << 18  # between steps: a long evaluation has more
+_NO_RANGE = nullcontext()
+_REASONS = {
+    **dict.fromkeys(("gather", "gather_forward", "gather_recompute", "gather_backward"), "gather"),
+    "reduce": "exchange",
+    "weights": "weights",
+}
+EXPOSED = ("exchange", "gather", "weights", "other")
+"""Reasons for which a step waits for the network."""
+
+
+def marked(kind: str) -> AbstractContextManager[Any]:
+    """Return a range `ds_ckpt/<kind>` for torch's profiler or `emit_nvtx`; nothing without one."""
+    if not profiler._is_profiler_enabled:
+        return _NO_RANGE
+    return profiler.record_function(f"ds_ckpt/{'exchange' if kind == 'reduce' else kind}")
+
+
+def timed(kind: str, spans: Spans | None) -> AbstractContextManager[Any]:
+    """Return a range of profilers, which is a span, too, if `spans` is given."""
+    return marked(kind) if spans is None else spans.span(kind)
 
 
 @dataclass(frozen=True)
@@ -33,26 +60,29 @@ class Span:
 
 
 class Spans:
-    """Records spans of any thread; `synchronize` waits for an accelerator before each reading."""
+    """Records spans of any thread. Inside kinds in `waits` a step waits for the network."""
 
-    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
-        self._synchronize = synchronize
+    waits = frozenset({"collective", "wire"})
+    delay = 0
+    """Steps by which `take` is late."""
+
+    def __init__(self, clock: Callable[[], Any] = time.perf_counter) -> None:
+        self._clock = clock
         self._local = threading.local()
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
         """Record the block as a span, also if it ends with an exception."""
         stack: list[str] = self._local.__dict__.setdefault("stack", [])
-        self._synchronize()
-        start_s = time.perf_counter()
+        start_s = self._clock()
         stack.append(kind)
         try:
-            yield
+            with marked(kind):
+                yield
         finally:
             stack.pop()
-            self._synchronize()
-            end_s = time.perf_counter()
+            end_s = self._clock()
             self._spans.append(Span(kind, start_s, end_s, threading.get_ident(), len(stack)))
 
     @property
@@ -62,8 +92,80 @@ class Spans:
 
     def take(self) -> list[Span]:
         """Return the spans that have ended since the last call."""
-        taken, self._spans = self._spans, []
-        return taken
+        taken, self._spans = self._spans, deque(maxlen=_MOST_SPANS)
+        return list(taken)
+
+
+class EventSpans(Spans):
+    """Spans of an accelerator's compute stream, by events, for which the host never waits.
+
+    That is the stream at a step's end; others hold up nothing. A gather has no spans inside.
+    """
+
+    waits = Spans.waits | {"gather"}
+    delay = 1
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self._current = partial(module.current_stream, device)
+        super().__init__(lambda: self._current().record_event(module.Event(enable_timing=True)))
+        self._stream, self._start = self._current(), self._clock()
+        self._ended: tuple[Any, list[Span]] = (self._start, [])
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Record the block's work on the compute stream."""
+        is_beside = "gather" in self.open or self._current() != self._stream
+        with marked(kind) if is_beside else super().span(kind):
+            yield
+
+    def take(self) -> list[Span]:
+        """End a step; return the spans of the one before it, or none if the device is behind."""
+        (begin, spans), self._ended = self._ended, (self._start, super().take())
+        if not self._start.query():
+            spans = []
+        self._stream, self._start = self._current(), self._clock()
+
+        def at_s(event: Any) -> float:
+            return float(begin.elapsed_time(event)) / 1e3
+
+        return [replace(s, start_s=at_s(s.start_s), end_s=at_s(s.end_s)) for s in spans]
+
+
+def innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]:
+    """Yield disjoint stretches with the kinds of the spans around them, outermost first."""
+    stack: list[Span] = []
+    at_s = 0.0
+    for span in sorted(spans, key=lambda s: (s.start_s, s.depth)):
+        while stack and stack[-1].end_s <= span.start_s:
+            if stack[-1].end_s > at_s:
+                yield at_s, stack[-1].end_s, [s.kind for s in stack]
+            at_s = max(at_s, stack.pop().end_s)
+        if stack and span.start_s > at_s:
+            yield at_s, span.start_s, [s.kind for s in stack]
+        stack.append(span)
+        at_s = span.start_s
+    while stack:
+        if stack[-1].end_s > at_s:
+            yield at_s, stack[-1].end_s, [s.kind for s in stack]
+        at_s = max(at_s, stack.pop().end_s)
+
+
+def step_parts(spans: Sequence[Span], waits: frozenset[str]) -> dict[str, float]:
+    """Return a step's seconds of waiting by reason (`EXPOSED`), and of `recompute` without waits.
+
+    `reduction` is all of the reduction, waits and work: what compression changes.
+    """
+    seconds = dict.fromkeys((*EXPOSED, "recompute", "reduction"), 0.0)
+    for start_s, end_s, kinds in innermost(spans):
+        reason = next((_REASONS[kind] for kind in reversed(kinds) if kind in _REASONS), "other")
+        if reason == "exchange":
+            seconds["reduction"] += end_s - start_s
+        if not waits.isdisjoint(kinds):
+            seconds[reason] += end_s - start_s
+        elif "recompute" in kinds:
+            seconds["recompute"] += end_s - start_s
+    return seconds
 
 
 class TimedHandle:
@@ -101,7 +203,7 @@ class Timings:
         self._open.append(name)
         start_s = time.perf_counter()
         try:
-            with nullcontext() if self.spans is None else self.spans.span(name):
+            with timed(name, self.spans):
                 yield
         finally:
             self._open.pop()

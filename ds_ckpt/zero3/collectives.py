@@ -86,12 +86,14 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
 
 def _timed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `method`; record the call, and the wait for its handle, if a listener has spans."""
-    measuring = next((c for c in _listeners if c.spans is not None), None)
-    if measuring is None or measuring.spans is None:
+    measuring = [c.spans for c in _listeners if c.spans is not None]
+    if not measuring:
         return method(*args, **kwargs)
-    with measuring.spans.span("collective"):
+    # of several engines the one whose hook has called
+    spans = next((s for s in measuring if s.open), measuring[0])
+    with spans.span("collective"):
         result = method(*args, **kwargs)
-    return TimedHandle(result, measuring.spans) if hasattr(result, "wait") else result
+    return TimedHandle(result, spans) if hasattr(result, "wait") else result
 
 
 def listen(counters: Counters) -> None:

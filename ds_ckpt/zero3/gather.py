@@ -51,7 +51,11 @@ class GatherHook:
     def _install(self) -> None:
         coordinator, optimizer = self._coordinator, self._optimizer
         gather = getattr(coordinator, f"{_PREFIX}all_gather_params_")
-        post_step = optimizer._post_step
+        fetch, post_step = coordinator.fetch_sub_module, optimizer._post_step
+
+        def timed_fetch(current_submodule: Any, forward: bool) -> None:
+            with self._counters.span("gather"):  # with the waits
+                fetch(current_submodule, forward)
 
         def counted_gather(params: Any, forward: bool, quantize: bool = False) -> None:
             # the coordinator skips what is available or in flight: count what it fetches
@@ -80,6 +84,7 @@ class GatherHook:
 
         self._patches.set(optimizer, "_post_step", counted_post_step)
         self._patches.set(coordinator, f"{_PREFIX}all_gather_params_", counted_gather)
+        self._patches.set(coordinator, "fetch_sub_module", timed_fetch)
         if self._share:
             self._share_gathers()
 

@@ -15,6 +15,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +103,9 @@ class GradientHook:
         decide_overflow = optimizer._loss_scale_update_and_overflow_cleanup
         zero_grad = optimizer.zero_grad
         epilogue = optimizer.independent_gradient_partition_epilogue
+        stream = getattr(optimizer, "reduce_and_partition_stream", None)  # None on CPUs
+        current = stream and torch.get_device_module(stream.device).current_stream(stream.device)
+        waits = ("reduce", "collective") if stream != current else ()
 
         def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
             self._is_unfinished = self._exchange is not None
@@ -139,7 +143,10 @@ class GradientHook:
             return zero_grad(*args, **kwargs)
 
         def gradient_partition_epilogue() -> None:
-            epilogue()  # reduces the last bucket
+            with ExitStack() as stack:
+                for kind in waits:  # what still runs beside backward holds it up now
+                    stack.enter_context(self._counters.span(kind))
+                epilogue()  # reduces the last bucket
             self._is_unfinished = False
 
         def forward_begins() -> None:

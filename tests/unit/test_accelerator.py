@@ -22,6 +22,7 @@ from ds_ckpt.compression import (
     TopK,
 )
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.telemetry.timings import EventSpans
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -129,6 +130,20 @@ def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int)
         assert processes.verdict() == [0] * 4
         assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1] * 4
     assert processes.world.exchanges[0].nonfinite_buckets == 0  # known by now
+
+
+def test_times_of_a_live_run_cost_no_host_wait() -> None:
+    processes = OnGpus(2, "4 bits")
+    with processes.gpus[0].watched():
+        spans = processes.world.exchanges[0].timings.spans = EventSpans(DEVICE)
+    for step in range(3):
+        processes.reduce(_gradients(2, step))
+        assert not any(gpu.waits for gpu in processes.gpus)
+        processes.verdict()
+        assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1, 1]
+        kinds = {span.kind for span in spans.take()}
+        assert kinds == ({"residual", "pack", "wire", "unpack"} if step else set())
+    assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1, 1]
 
 
 @every_method

@@ -309,3 +309,26 @@ def test_options_and_files_that_are_refused(
     assert result.exit_code == code
     assert words in result.stderr
     assert ("fix:" in result.stderr) == (code == 1)
+
+
+def test_a_trace_of_a_real_step(config_json: Path, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    result = _run(str(config_json), "--policies", "block", "--trace", str(target))
+    assert result.exit_code == 0, result.output
+    none, block = map(int, re.findall(r"operators: none (\d+) .*block (\d+)", result.stdout)[0])
+    assert block > none > 0
+    names = [event.get("name") for event in json.loads(target.read_text())["traceEvents"]]
+    assert names.count("ds_ckpt/recompute") == 2  # blocks
+    assert {"ds_ckpt/forward", "ds_ckpt/backward"} <= {*names}
+
+
+def test_a_trace_without_room_or_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("demo", "--tokens", "16", "--policies", "block", "--trace")
+    missing = _run(*arguments, str(tmp_path / "none" / "trace.json"))
+    assert missing.exit_code == 1
+    assert "cannot be written" in missing.stderr
+    monkeypatch.setattr("ds_ckpt.lab.estimate.profile.free_on", lambda device: 1000)
+    result = _run(*arguments, str(tmp_path / "trace.json"))
+    assert result.exit_code == 1
+    assert "fix: use fewer --tokens" in result.stderr
+    assert not (tmp_path / "trace.json").exists()

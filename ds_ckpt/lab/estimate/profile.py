@@ -1,4 +1,7 @@
-"""Memory and work of a model under several policies, from one traced step on fake tensors each."""
+"""Memory and work of a model under several policies, from one traced step on fake tensors each.
+
+`trace_step` runs real ones.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from ds_ckpt.activation import find_blocks
+from ds_ckpt.activation import CheckpointedBlocks, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
@@ -19,14 +25,18 @@ from ds_ckpt.activation.policies import Unit, make_plan, policies, policy_named
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.config.paths import lookup, precision
-from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
-from ds_ckpt.telemetry.memory import OUTSIDE, Phase, tensors_in
+from ds_ckpt.telemetry.memory import OUTSIDE, Phase, free_on, tensors_in
+from ds_ckpt.telemetry.timings import marked
+from ds_ckpt.telemetry.units import size, times
 
 NONE = "none"
 """Name of the step without a policy."""
 PARTS = ("attention", "mlp", "norm", "other")
+TRACED_BLOCKS = 2
+"""Blocks of the model of a real step, if all of its blocks are equal."""
 Report = Callable[[str], object]
 _COMPARED: dict[str, dict[str, Any]] = {
     " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
@@ -232,6 +242,53 @@ def make_profile(options: Options, report: Report = lambda text: None) -> Profil
         notes=(*assumptions, *notes),
         limit_bytes=options.limit_bytes,
     )
+
+
+def trace_step(options: Options, path: Path) -> str:
+    """Run a step without and one with the first policy, and write that one's chrome trace.
+
+    The model has `TRACED_BLOCKS` blocks, on the GPU if there is one. Returns counts of kernels, or
+    of a CPU's operators. Raises UnsupportedError if the step needs more memory than is free.
+    """
+    options, configured, _ = _with_file(options)
+    layers = find_subject(options.model, options.sizes).layers and TRACED_BLOCKS
+    subject = find_subject(options.model, replace(options.sizes, layers=layers))
+    count, device = options.batches[0], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fake = built_fake(subject, count).model
+    modules = blocks_of(fake, options.modules)[1]
+    (plain,) = footprints(subject, count, {NONE: None}, modules)
+    needed = plain.peak_bytes + 2 * sum(p.nbytes for p in fake.parameters())
+    if needed > free_on(device):
+        found, why = f"a step of {size(needed)}", f"{size(free_on(device))} are free on {device}"
+        raise UnsupportedError(Problem("--trace", found, why, "use fewer --tokens"))
+    path.touch()  # before a step that takes long
+    model, batch = subject.build(count)
+    batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), batch)
+    launched: dict[str, int] = {}
+    for policy, section in [*compared(options.policies, modules, configured).items()][:2]:
+        units = units_of(policy, section, model.to(device)) or ()
+        put = CheckpointedBlocks(model, units=units, scopes=[partial(marked, "recompute")])
+        for _ in range(2):  # libraries are loaded in the first step
+            with torch.profiler.profile() as seen:
+                with marked("forward"):
+                    loss = run_forward(model, batch)
+                with marked("backward"):
+                    loss.backward()
+            model.zero_grad()
+        put.remove()
+        launched[policy] = sum(map(_launched, seen.events()))
+    seen.export_chrome_trace(str(path))
+    unit, none = "kernels" if device.type == "cuda" else "operators", launched[NONE]
+    words = ", ".join(f"{policy} {n} ({times(n, none)})" for policy, n in launched.items())
+    return f"{path}: a step of {policy} on {device}; {unit}: {words}"
+
+
+def _launched(event: Any) -> int:
+    """Return the kernels that an operator has started; on a CPU 1 for an operator of the model."""
+    if torch.cuda.is_available():
+        return len(event.kernels)
+    is_inside = event.cpu_parent is not None and event.cpu_parent.name.startswith("aten::")
+    return int(event.name.startswith("aten::") and not is_inside)
 
 
 def _with_file(options: Options) -> tuple[Options, dict[str, Any] | None, list[str]]:

@@ -15,9 +15,9 @@ phases is in no part, so a test can compare the sum with the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ds_ckpt.telemetry.timings import Span
+from ds_ckpt.telemetry.timings import Span, innermost
 
 PHASES = ("forward", "backward", "update")
 NETWORK = ("network_forward", "network_recompute", "network_backward", "network_update")
@@ -30,7 +30,7 @@ _EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
 def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
     """Return seconds by part of one step, from the spans of the thread that runs DeepSpeed."""
     seconds = dict.fromkeys(PARTS, 0.0)
-    for start_s, end_s, kinds in _innermost([s for s in spans if s.thread == main]):
+    for start_s, end_s, kinds in innermost([s for s in spans if s.thread == main]):
         phase = next((kind for kind in kinds if kind in PHASES), None)
         where = "recompute" if "recompute" in kinds else phase
         if where is None:
@@ -43,22 +43,3 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
             part = "recompute" if where == "recompute" else f"compute_{where}"
         seconds[part] += end_s - start_s
     return seconds
-
-
-def _innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]:
-    """Yield stretches of one thread with the kinds of the spans around them, outermost first."""
-    stack: list[Span] = []
-    at_s = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_s, s.depth)):
-        while stack and stack[-1].end_s <= span.start_s:
-            if stack[-1].end_s > at_s:
-                yield at_s, stack[-1].end_s, [s.kind for s in stack]
-            at_s = stack.pop().end_s
-        if stack and span.start_s > at_s:
-            yield at_s, span.start_s, [s.kind for s in stack]
-        stack.append(span)
-        at_s = span.start_s
-    while stack:
-        if stack[-1].end_s > at_s:
-            yield at_s, stack[-1].end_s, [s.kind for s in stack]
-        at_s = stack.pop().end_s

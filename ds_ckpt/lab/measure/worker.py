@@ -56,7 +56,7 @@ class EngineRun:
         session = ds_ckpt.session_of(self.engine)
         assert session is not None, "initialize attaches a session if the JSON has a section"
         self.session: Any = session
-        self.spans = Spans(_synchronize())
+        self.spans = Spans(_clock())
         session.counters.is_far = spec.crosses_host(dist.get_rank())
         if configuration.method == NO_COMM:
             session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
@@ -257,13 +257,12 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
-def _synchronize() -> Callable[[], object]:
-    """Return the call that ends a span: it waits for an asynchronous accelerator."""
+def _clock() -> Callable[[], float]:
+    """Return a clock that waits for an asynchronous accelerator before each reading."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
-        return lambda: None
-    synchronize: Callable[[], object] = accelerator.synchronize
-    return synchronize
+        return time.perf_counter
+    return lambda: (accelerator.synchronize(), time.perf_counter())[1]
 
 
 def main() -> None:
