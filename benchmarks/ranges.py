@@ -2,7 +2,7 @@
 
     python benchmarks/ranges.py [--calls 200000]
 
-Medians of nine rounds of thread time, taken in turns; the empty context manager's time is not subtracted. Rows:
+Medians of nine rounds of thread time, taken in turns, with the loop's own time. Rows:
 
     nullcontext       an empty context manager, made anew
     off               no telemetry and no profiler

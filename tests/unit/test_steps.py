@@ -90,10 +90,7 @@ def test_a_field_is_one_registered_function(
         counters.gathers[7] += 3
         log.step_ended(step)
     assert json.loads((tmp_path / "t.0.jsonl").read_text())["gathers_per_step"] == 3
-<<<<<<< HEAD
     assert ("ds_ckpt/gathers_per_step", 3.0, 2) in logged
-=======
-    assert ("ds_ckpt/gathers_per_step", 3.0, 2) in told
 
 
 SECONDS = st.floats(1e-3, 10)
@@ -159,4 +156,3 @@ def test_uncompressed_steps_are_what_compressed_ones_are_compared_with(
     assert "pays for 150% of the recomputation (measured)" in caplog.messages[-1]
     worse = {**log.last, "recompute_paid_share": {"measured": -0.2}}
     assert "pays for 0% of the recomputation" in line_of(worse)
->>>>>>> fa5baf7 (Where the time of a live run goes: telemetry, its log line, ranges of profilers, a trace)
