@@ -430,7 +430,8 @@ def measure(cases: Sequence[Case], names: Sequence[str], out: Path) -> None:
             found = case.measure()
             record = read_record(out)
             about = {"seconds": round(time.monotonic() - start_s, 1), "versions": versions}
-            record["measurements"][name] = {"command": case.command, **about, **found}
+            before = record["measurements"].get(name, {})  # torch.compile's part is not repeated
+            record["measurements"][name] = {**before, "command": case.command, **about, **found}
             record["measurements"] = dict(sorted(record["measurements"].items()))
             out.parent.mkdir(parents=True, exist_ok=True)
             with replacing(out) as path:

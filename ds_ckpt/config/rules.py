@@ -243,12 +243,12 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     """Yield what only a start decides, by the model, the script, the ranks or the nodes."""
     activation, compression, weights = plugin.activation, plugin.compression, plugin.weights
     written = "partition" in activation.model_fields_set
-    split = activation.partition and not _SEVERAL(
-        lookup(config, ("tensor_parallel", "autotp_size"))
-    )
+    size = lookup(config, ("tensor_parallel", "autotp_size"))
+    split = activation.partition and not _SEVERAL(size)
     needs = "needs a tensor-parallel group (an mpu)"
     nodes = "on several nodes needs"
     two_levels = compression.exchange.levels == 2
+    theirs, nvme, auto = json.dumps({**config, "ds_ckpt": None}), '"nvme"', '"auto"'
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
@@ -261,11 +261,8 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
         (lossless, f"{OURS}.weights.deltas", f"{nodes} 16-bit weights"),
         (plugin.active and "optimizer" not in config, "$.optimizer", "the script passes one"),
         (_SEVERAL(config.get("train_batch_size")), "$.train_batch_size", "the ranks divide it"),
-        (
-            '"auto"' in json.dumps({**config, "ds_ckpt": None}),
-            '"auto"',
-            "the HF Trainer fills it in",
-        ),
+        (nvme in theirs, nvme, "needs DeepSpeed's operator async_io on every node (ds_report)"),
+        (auto in theirs, auto, "the HF Trainer fills it in"),
     ):
         if holds:
             yield f"{path}: {words}"

@@ -1,7 +1,8 @@
 """`ds-ckpt validate` and a start of two processes on one node agree, row by row.
 
 A row: keys as in tests/unit/test_config_problems.py, then `ok` (both accept), the path that both
-refuse, or `?` and the path of the condition that validate announces and the start refuses.
+refuse, or `?` and the path of the condition that validate announces and the start refuses. Those of
+`ROWS` are refused before an engine is built.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from tests.distributed import cases_session, cases_validate
 from tests.unit.test_config_problems import config_of, full
 
 ROWS = """
-d={"partition_activations":true,"cpu_checkpointing":"true","number_checkpoints":4,"x":1} -> ok
 a.policy=block optimizer.type=OneBitAdam -> optimizer.type
-a.policy=block optimizer.type=Muon -> optimizer.type
 a.policy=block sparse_gradients=true -> sparse_gradients
 a.policy=block z.reduce_bucket=5000 -> z.reduce_bucket
-a.policy=block prescale_gradients=true -> prescale_gradients
 a.policy=block train_batch_size=5 -> train_batch_size
 activation_checkpointing=[] -> activation_checkpointing
 a.policy=blok -> a.policy
-a.policy=block a.partition=true -> ? $.ds_ckpt.activation.partition
-c.method=topk c.rules=[{"match":"nothing*","method":"dense"}] -> ? $.ds_ckpt.compression.rules
 """
 MORE = """
+d={"partition_activations":true,"cpu_checkpointing":"true","number_checkpoints":4,"x":1} -> ok
+a.policy=block optimizer.type=Muon -> optimizer.type
+a.policy=block prescale_gradients=true -> prescale_gradients
+a.policy=block a.partition=true -> ? $.ds_ckpt.activation.partition
+c.method=topk c.rules=[{"match":"nothing*","method":"dense"}] -> ? $.ds_ckpt.compression.rules
 a.policy=block -> ok
 a.policy=selective a.save_ops="attention+qkvo" c.method=quantize w.resident=true -> ok
 a.policy=block train_batch_size=8 gradient_accumulation_steps=2 -> ok

@@ -113,5 +113,7 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
         "$.optimizer",
         '"auto"',
     ]
+    keys = "train_micro_batch_size_per_gpu=1 z.offload_param.device=nvme optimizer.type=Adam"
+    assert "ds_report" in answer(tmp_path, config_of(keys))["conditions"][0]
     plain = {"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 1}
     assert answer(tmp_path, plain)["conditions"] == []
