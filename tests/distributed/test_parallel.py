@@ -49,7 +49,8 @@ def _check_replicas(ranks: list[Any]) -> None:
         assert one["start"] != one["end"]
 
 
-@pytest.mark.parametrize("kind", ["tp", "sp", pytest.param("mesh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
 def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
     """Bucket by bucket; with a sum of two ranks there is one order, with four there are more."""
     stock = world4.run(cases.run, kind, {}, 4, timeout=240)
@@ -130,18 +131,19 @@ def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
             assert torch.allclose(total, after[name], rtol=1e-6, atol=1e-9)
 
 
-def test_a_megatron_style_mpu(world4: Any) -> None:
-    """Blocks of plain PyTorch, whose slices have equal names and other values."""
+@pytest.mark.parametrize("name", ["dense", pytest.param("powersgd", marks=pytest.mark.slow)])
+def test_a_megatron_style_mpu(world4: Any, name: str) -> None:
+    """Blocks of plain PyTorch, whose slices have equal names and other values: dense to the bit."""
+    section = DENSE if name == "dense" else METHODS[name]
     activation = {"modules": ["ParallelBlock"], "partition_min_bytes": 0, "policy": "block"}
     stock = world4.run(cases.run, "megatron", {}, 4)
     inputs = {"activation_checkpointing": {"partition_activations": True}}
-    for section in (DENSE, METHODS["powersgd"]):
-        ours = {"ds_ckpt": {"activation": activation, **section}, **inputs}
-        ranks = world4.run(cases.run, "megatron", ours, 4)
-        for expected, got in zip(stock, ranks, strict=True):
-            assert (got["end"] == expected["end"]) == (section == DENSE)
-            assert got["kept"]
-            assert got["skipped"] == 0
+    ours = {"ds_ckpt": {"activation": activation, **section}, **inputs}
+    ranks = world4.run(cases.run, "megatron", ours, 4)
+    for expected, got in zip(stock, ranks, strict=True):
+        assert (got["end"] == expected["end"]) == (name == "dense")
+        assert got["kept"]
+        assert got["skipped"] == 0
 
 
 def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
