@@ -203,7 +203,7 @@ SENTENCES = {
     "all": rf"{COST}\. {LESS}shortens the step by {NUMBER} s: it pays for all of the "
     rf"recomputation{TOGETHER}",
     "none": rf"{COST}\. {LESS}{CHANGE}: it is not shown to pay for any of the "
-    rf"recomputation{TOGETHER}",
+    rf"recomputation \(95%: {NUMBER} to {NUMBER}%\){TOGETHER}",
     "single": rf"{COST} in the only repetition, which gives no interval\. {LESS}{MEASURED_CHANGE}"
     r"\. Use --repetitions 2 or more\.",
 } | {

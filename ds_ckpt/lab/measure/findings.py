@@ -273,16 +273,16 @@ def _effect(one: ComparisonRow) -> str:
         found = f"{freed}does not change the step measurably (95%: {_ends(shorter)} s)"
     else:
         found = f"{freed}{changed} {number(abs(shorter.value))} s"
+    ends = f"(95%: {100 * share.low:.0f} to {100 * share.high:.0f}%)"
     if one.verdict == "share":
-        low, middle, high = (f"{100 * v:.0f}" for v in (share.low, share.value, share.high))
-        return f"{found}: it pays for {middle}% of the recomputation (95%: {low} to {high}%)."
+        return f"{found}: it pays for {100 * share.value:.0f}% of the recomputation {ends}."
     change = one.values["change_s"]
     together = (
         f"Both together change the step by {number(change.value)} s (95%: {_ends(change)} s)."
     )
     pays = {
         "all": ": it pays for all of the recomputation",
-        "none": ": it is not shown to pay for any of the recomputation",
+        "none": f": it is not shown to pay for any of the recomputation {ends}",
     }
     return f"{found}{pays.get(one.verdict, '')}. {together}"
 

@@ -203,12 +203,12 @@ class Report:
 
 def share_text(one: ComparisonRow) -> str:
     """Return the share that compression pays, or the reason that there is none."""
-    if one.verdict == "share":
-        share = one.values["share_paid"]
-        return f"{100 * share.value:.0f}% ({100 * share.low:.0f} to {100 * share.high:.0f})"
+    share = one.values["share_paid"]
+    ends = f"({100 * share.low:.0f} to {100 * share.high:.0f})"
     return {
+        "share": f"{100 * share.value:.0f}% {ends}",
         "all": "all of it",
-        "none": "none shown",
+        "none": f"none shown {ends}",
         "free": "costs nothing",
         "busy": "machine too busy",
         "single": "one repetition",
