@@ -1,4 +1,4 @@
-"""Hooks around checkpointed calls: tensors that they keep go to an `InputStore`."""
+"""Hooks around calls of blocks: tensors that they keep go to an `InputStore`."""
 
 from __future__ import annotations
 
@@ -15,56 +15,75 @@ from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, Offloa
 from ds_ckpt.activation.partition import Group, Partition, ShardedRef
 from ds_ckpt.activation.policies import PLANNED, Unit
 from ds_ckpt.fields import Removed, Requires, Section
+from ds_ckpt.telemetry.units import size
 
 
 class CheckpointedInputs:
-    """Saved-tensor hooks around the checkpointed calls of one model.
+    """Saved-tensor hooks around the calls of one model's units.
 
-    `partition` splits the arguments of blocks over a group; `store` keeps the tensors.
+    `partition` splits the arguments of blocks over a group; `store` keeps the tensors. Tensors of
+    one recomputation are moved together. Without `keeps_inputs`, those of recomputations are left
+    to autograd.
     """
 
-    def __init__(self, store: InputStore, partition: Partition | None = None) -> None:
-        self.store, self.partition = store, partition
+    def __init__(
+        self,
+        store: InputStore,
+        partition: Partition | None = None,
+        *,
+        units: Sequence[Unit] = (),
+        keeps_inputs: bool = True,
+    ) -> None:
+        self.store, self.partition, self._keeps_inputs = store, partition, keeps_inputs
         self._places: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, list[nn.Parameter]] = {}
+        for group, unit in enumerate(units):
+            for index, block in enumerate(unit.blocks):
+                self._places[block.name] = group, index
+                if unit.offloads:
+                    weights = block.module.parameters()
+                    self._weights[block.name] = [p for p in weights if p.layout == torch.strided]
         self._local = threading.local()
-
-    def recomputed_together(self, groups: Sequence[Sequence[str]]) -> None:
-        """Move the tensors of blocks that one recomputation runs, in this order, together."""
-        self._places = {n: (g, i) for g, names in enumerate(groups) for i, n in enumerate(names)}
 
     def around(
         self,
         label: str,
-        checkpointed: Callable[..., Any],
+        checkpointed: Callable[..., Any] | None,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Return `checkpointed(function, *args, **kwargs)` of a block and keep what it saves.
 
-        A block inside a block is left alone: the outer recomputation makes its input again.
+        `checkpointed` is None if the block is not recomputed. A block inside a block is left
+        alone: the outer call keeps its tensors, or makes them again.
         """
+        enter = checkpointed or _plainly
         if getattr(self._local, "inside", False):
-            return checkpointed(function, *args, **kwargs)
-        store, partition = self.store, self.partition
+            return enter(function, *args, **kwargs)
+        store, is_recomputed = self.store, checkpointed is not None
+        partition = self.partition if is_recomputed else None
+        is_forward, hooked = True, self._keeps_inputs or not is_recomputed
         with store.lock:
-            call = self._begin(label)
-        is_forward = True
+            call = self._begin(label) if hooked else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_forward
             first, is_forward = is_forward, False
             self._local.inside = True
             try:
-                if first:
+                if first and call is not None:
                     with store.lock:
                         store.started(call)
                 return function(*args, **kwargs)
             finally:  # a recomputation ends with an exception once it has all tensors
-                if first:
+                if first and call is not None:
                     with store.lock:
-                        store.ended()
+                        store.ended(call)
                 self._local.inside = False
+
+        if call is None:
+            return enter(run, *args, **kwargs)
 
         def pack(tensor: Tensor) -> OffloadedRef | InPlaceRef | ShardedRef:
             with store.lock:
@@ -82,7 +101,7 @@ class CheckpointedInputs:
                 return store.unpack(ref, call)
 
         with saved_tensors_hooks(pack, unpack):
-            return checkpointed(run, *args, **kwargs)
+            return enter(run, *args, **kwargs)
 
     def _begin(self, label: str) -> BlockCall:
         before, place = self.store.last, self._places.get(label)
@@ -93,13 +112,18 @@ class CheckpointedInputs:
             if (group, index + before.blocks) == place:
                 before.blocks += 1
                 return before
-        return self.store.begin(label)
+        return self.store.begin(label, self._weights.get(label))
+
+
+def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 # from settings
 
 
 _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block")
+RECOMPUTING = Requires("activation.policy", not_in=("none", "offload"), suggest="block")
 
 
 class Keeping(Section):
@@ -126,13 +150,14 @@ class Keeping(Section):
         description="Keep the inputs of all recomputations but the last in pinned host memory. "
         "They are copied out while the next block runs, and back before their recomputation: "
         "twice their bytes over the bus per step. Useful if a block computes longer than its "
-        "input's copy takes. Same as cpu_checkpointing in activation_checkpointing.",
+        "input's copy takes. Same as cpu_checkpointing in activation_checkpointing. A plan on an "
+        'accelerator may give blocks policy "offload", too, unless this is false.',
     )
     offload_prefetch: Annotated[int, _CHECKPOINTING] = Field(
         default=1,
         ge=1,
-        description="Number of recomputations ahead of which inputs start to come back from host "
-        "memory, or to be gathered if they are split. Each takes the memory of one more input.",
+        description="Number of blocks ahead of which tensors start to come back from host memory, "
+        "or to be gathered if they are split. Each takes the memory of one more block's tensors.",
     )
     offload_min_bytes: Annotated[int, _CHECKPOINTING, Requires("activation.offload", (True,))] = (
         Field(
@@ -143,7 +168,7 @@ class Keeping(Section):
     )
     partition: Annotated[
         bool,
-        _CHECKPOINTING,
+        RECOMPUTING,
         Requires(
             "activation.policy",
             not_in=PLANNED,
@@ -170,10 +195,15 @@ class Keeping(Section):
         """Describe what is switched on; empty if nothing is."""
         words = ""
         if self.offload:
-            words += f", inputs in host memory, {self.offload_prefetch} ahead"
+            words += f", inputs{self.from_size} in host memory, {self.offload_prefetch} ahead"
         if self.partition:
             words += ", inputs split over the tensor-parallel group"
         return words
+
+    @property
+    def from_size(self) -> str:
+        """Describe the smallest tensor that is moved."""
+        return f" from {size(self.offload_min_bytes)} on" if self.offload_min_bytes else ""
 
     @property
     def stores(self) -> bool:
@@ -188,11 +218,11 @@ def build_inputs(
     device: torch.device,
     group: Group | None = None,
 ) -> CheckpointedInputs | None:
-    """Return the hooks around checkpointed calls; None if autograd keeps all tensors.
+    """Return the hooks around calls of units; None if autograd keeps all tensors.
 
     Parameters and buffers of the model are not moved. `group`: ranks over which inputs are split.
     """
-    if not keeping.stores:
+    if not keeping.stores and not any(unit.offloads for unit in units):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     ahead = keeping.offload_prefetch
@@ -200,7 +230,7 @@ def build_inputs(
         device,
         copies_for(device),
         offload=keeping.offload,
-        min_bytes=keeping.offload_min_bytes if keeping.offload else 0,
+        min_bytes=keeping.offload_min_bytes,
         # a part must be here before it is gathered, which is as far ahead of its use
         prefetch=ahead * (2 if keeping.partition else 1),
         owned=[*model.parameters(), *model.buffers()],
@@ -211,6 +241,4 @@ def build_inputs(
         partition = Partition(
             group, store, device, min_bytes=keeping.partition_min_bytes, ahead=ahead
         )
-    inputs = CheckpointedInputs(store, partition)
-    inputs.recomputed_together([[block.name for block in unit.blocks] for unit in units])
-    return inputs
+    return CheckpointedInputs(store, partition, units=units, keeps_inputs=keeping.stores)

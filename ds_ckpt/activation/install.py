@@ -34,9 +34,9 @@ class CheckpointedBlocks:
 
     `patterns` is short for `Policy(modules=patterns)`; `units` replaces the policy's. `scopes` are
     entered around every recomputation, `trackers` hold random states beside torch's own. `around`
-    is called instead of every checkpointed call: saved-tensor hooks that it enters see only what
-    the call keeps for its recomputation. Checkpointing that is on the model is replaced. An error
-    leaves the model as it was without.
+    is called instead of every unit's call: saved-tensor hooks that it enters see only what the call
+    keeps for its recomputation, or all that an offloaded block saves. Checkpointing that is on the
+    model is replaced. An error leaves the model as it was without.
     """
 
     def __init__(
@@ -101,8 +101,10 @@ class CheckpointedBlocks:
         """Describe the blocks in a few words."""
         classes = ", ".join(sorted({type(b.module).__name__ for b in self.blocks}))
         words = f"{len(self.blocks)} blocks ({classes})"
+        if offloaded := sum(unit.offloads for unit in self.units):
+            words += f", {offloaded} of them offloaded and not recomputed"
         if any(len(unit.blocks) > 1 for unit in self.units):
-            words += f" in {len(self.units)} recomputes"
+            words += f" in {len(self.units) - offloaded} recomputes"
         return words
 
     def remove(self) -> None:
@@ -138,6 +140,9 @@ class _Run:
             return again()
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if self.unit.offloads:
+            assert self.around is not None, "build_inputs makes the hooks of offloaded blocks"
+            return self.around(target.name, None, function, args, kwargs)
         if torch.compiler.is_compiling():  # torch.compile can trace it
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not target.module.training and any(map(_is_cache, (*args, *kwargs.values()))):

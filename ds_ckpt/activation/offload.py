@@ -1,15 +1,17 @@
-"""Keep the inputs of checkpointed blocks in host memory until their recomputation.
+"""Keep tensors of blocks in host memory: inputs until their recomputation, or all until backward.
 
 When a call starts, tensors of the call before it are copied to host memory on a side stream, and
 the device memory is released before the new call ends. Backward brings back the tensors of earlier
-calls ahead of their recomputation. The last call's tensors stay on the device.
+calls ahead of their use. The last call's tensors stay on the device.
 
-The autograd graph owns the tensors, and the store references both ends of a copy until it was
-waited for. Pinned host memory comes from torch's allocator, which waits for copies by itself.
+The autograd graph owns the tensors: each is released when its graph node is. Both ends of a copy
+are referenced until it was waited for. Pinned host memory comes from torch's allocator, which waits
+for copies by itself.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation.snapshot import input_changed
+from ds_ckpt.activation.snapshot import input_changed, saved_changed
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
 from ds_ckpt.telemetry.timings import marked
@@ -36,6 +38,10 @@ Wait = Callable[[], None]
 class Copies:
     """Copies between two flat uint8 tensors of the same size. Here both are in host memory."""
 
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Allocate uint8 [nbytes] of host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
     def copy(self, source: Tensor, target: Tensor) -> Wait:
         """Start a copy that is ordered after all work submitted to the compute stream so far."""
         target.copy_(source)
@@ -49,6 +55,11 @@ class SideStream(Copies):
         self._device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Allocate host memory, pinned if the device is a CUDA device."""
+        pinned = self._device.type == "cuda"
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def copy(self, source: Tensor, target: Tensor) -> Wait:
         """Start a copy on the side stream."""
@@ -68,12 +79,6 @@ def copies_for(device: torch.device) -> Copies:
     return Copies() if device.type == "cpu" else SideStream(device)
 
 
-def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Allocate uint8 [nbytes] of host memory, pinned if `device` is a CUDA device."""
-    pinned = device.type == "cuda"
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-
-
 # tensors that the graph references
 
 
@@ -82,6 +87,11 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _key(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage."""
+    return tensor.untyped_storage()._cdata
 
 
 class SavedStorage:
@@ -99,6 +109,11 @@ class SavedStorage:
         self.calls: set[int] = set()
         self.pending: Wait | None = None
 
+    def __del__(self) -> None:
+        """Give memory back behind the copy that uses it."""
+        if self.pending is not None:
+            self.pending()
+
     def wait(self) -> None:
         """Order later work of the compute stream after the pending operation."""
         if self.pending is not None:
@@ -110,7 +125,8 @@ class OffloadedStorage(SavedStorage):
     """Storage on the device (`original`, or `fetched` again), in host memory (`host`), or both.
 
     `label` is the block that kept it first; `changed` is set if the original was changed in place
-    before it was released.
+    before it was released. `aliases` are the tensors saved over it, which may count versions of
+    their own (`_unsafe_view`), with their versions.
     """
 
     original: Tensor | None
@@ -121,6 +137,7 @@ class OffloadedStorage(SavedStorage):
     def __init__(self, tensor: Tensor, label: str) -> None:
         super().__init__(tensor)
         self.original, self.label = tensor.detach(), label
+        self.aliases: list[tuple[Tensor, int]] = []
 
     @property
     def here(self) -> Tensor | None:
@@ -129,8 +146,14 @@ class OffloadedStorage(SavedStorage):
 
     def note_changes(self) -> None:
         """Record whether the original was changed in place."""
-        if self.original is not None and self.original._version != self.version:
+        if any(alias._version != version for alias, version in self.aliases):
             self.changed = True
+
+    def release(self) -> None:
+        """Drop the original, which is in host memory."""
+        self.note_changes()
+        self.original = None
+        self.aliases.clear()
 
     def matches(self, tensor: Tensor) -> bool:
         """Return whether it holds the present values of `tensor`, over the same storage."""
@@ -169,12 +192,23 @@ class InPlaceRef:
 
 @dataclass(eq=False)
 class BlockCall:
-    """Forward call of one block, or of the `blocks` blocks of one recomputation."""
+    """Forward call of one block, or of the `blocks` blocks of one recomputation.
+
+    `moves`: its tensors go to host memory. `weights` are the parameters of a block that is not
+    recomputed: its forward may gather them, and autograd saves views of them.
+    """
 
     number: int
     label: str
+    moves: bool
+    weights: Sequence[Tensor] | None = None
     blocks: int = 1
-    storages: set[OffloadedStorage] = field(default_factory=set)
+    storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[OffloadedStorage]:
+        """Return what its graph still references, in the order in which backward needs it."""
+        return [kept for ref in reversed(self.storages) if (kept := ref()) is not None]
 
 
 # the store
@@ -194,11 +228,16 @@ class BackwardWatch:
             return False
         self._number = number
         if number != -1:
-            Variable._execution_engine.queue_callback(self._ended)
+            callback = functools.partial(self._ended, number)
+            Variable._execution_engine.queue_callback(callback)
+            # a backward that raises drops its callbacks without calling them
+            weakref.finalize(callback, self._ended, number).atexit = False
         return True
 
-    def _ended(self) -> None:
-        at_end = self._at_end()
+    def _ended(self, number: int) -> None:
+        if number != self._number:
+            return
+        self._number, at_end = -1, self._at_end()
         if at_end is not None:
             at_end()
 
@@ -207,8 +246,12 @@ class InputStore:
     """Tensors of block calls between forward and backward. Callers hold its lock.
 
     With `offload`, storages of `min_bytes` or more on `device` go to host memory, except those of
-    `owned` (parameters and buffers), and come back `prefetch` calls ahead of their recomputation.
+    `owned` (parameters and buffers), and come back `prefetch` calls ahead of their use. Without it
+    only those of blocks that are not recomputed go.
     """
+
+    kinds: tuple[type, ...] = (Tensor,)
+    """Classes of tensors that are moved."""
 
     def __init__(
         self,
@@ -225,7 +268,7 @@ class InputStore:
         """Forwards and backwards of one model may run in several threads."""
         self._device, self._copies, self._owned = device, copies, owned
         self._offload, self._min_bytes, self._ahead = offload, min_bytes, prefetch
-        self._owned_storages: set[int] = set()
+        self._owned_storages: dict[int, Tensor] = {}
         self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
@@ -233,54 +276,66 @@ class InputStore:
         self._number = 0
         self._last: weakref.ref[BlockCall] | None = None
         self._leaving: list[OffloadedStorage] = []
-        self._fetched: list[OffloadedStorage] = []
+        self._fetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._watch = BackwardWatch(self.end_backward)
         self._reached: set[int] = set()
         """Numbers of the calls that this backward has reached."""
 
     # forward
 
-    def begin(self, label: str) -> BlockCall:
-        """Start a call of block `label`."""
+    def begin(self, label: str, weights: Sequence[Tensor] | None = None) -> BlockCall:
+        """Start a call of block `label`; with its `weights`, one that is not recomputed."""
         if torch._C._current_graph_task_id() == -1:
             self.end_backward()  # the last one may have raised an error
-        # valid for the arguments of this call: later gathers of ZeRO-3 give other storages
-        owned = (p for p in self._owned if p.layout == torch.strided)
-        self._owned_storages = {p.untyped_storage()._cdata for p in owned}
+        self._owned_storages = {_key(p): p for p in self._owned if p.layout == torch.strided}
         self._number += 1
-        call = BlockCall(self._number, label)
+        call = BlockCall(self._number, label, self._offload or weights is not None, weights)
         self._calls[call.number] = call
         return call
 
-    def stays(self, tensor: Tensor, min_bytes: int) -> bool:
+    def stays(self, tensor: Tensor, call: BlockCall, min_bytes: int) -> bool:
         """Return whether a tensor is neither moved nor split: not plain, small, or a weight."""
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+        if isinstance(tensor, nn.Parameter) or type(tensor) not in self.kinds:
             return True
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_inference():
             return True
-        storage = tensor.untyped_storage()
-        is_weight = storage._cdata in self._owned_storages
-        return is_weight or tensor.device != self._device or storage.nbytes() < max(1, min_bytes)
+        if tensor.is_conj() or tensor.is_neg() or self._is_weight(tensor, call):
+            return True
+        nbytes = tensor.untyped_storage().nbytes()
+        return tensor.device != self._device or nbytes < max(1, min_bytes)
+
+    def _is_weight(self, tensor: Tensor, call: BlockCall) -> bool:
+        """Compare present storages: gathers of ZeRO-3 give other ones, and free them again."""
+        key = _key(tensor)
+        owner = self._owned_storages.get(key)
+        if isinstance(tensor._base, nn.Parameter) or (owner is not None and _key(owner) == key):
+            return True
+        return any(_key(weight) == key for weight in call.weights or ())
 
     def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
         """Return what the graph holds instead of `tensor`."""
-        if self.stays(tensor, self._min_bytes):
-            return InPlaceRef(tensor, version_of(tensor), call.label)
-        kept = self._storages.get(tensor.untyped_storage()._cdata)
+        if self.stays(tensor, call, self._min_bytes if call.moves else 0):
+            # a result that its own graph node saves would keep itself alive
+            kept_here = tensor if tensor.is_leaf else tensor.detach()
+            return InPlaceRef(kept_here, version_of(tensor), call.label)
+        kept = self._storages.get(_key(tensor))
         if kept is not None:
             kept.note_changes()
         if kept is None or not kept.matches(tensor):
             kept = OffloadedStorage(tensor, call.label)
             self._storages[kept.key] = kept
+        if kept.original is None:  # in host memory already, and on the device for this call
+            kept.original = tensor.detach()
+        kept.aliases.append((tensor.detach(), tensor._version))
         ref = OffloadedRef(tensor, kept)
         self.share(ref, call)
         return ref
 
     def share(self, ref: OffloadedRef | InPlaceRef, call: BlockCall) -> None:
         """Keep a tensor for another call, too."""
-        if isinstance(ref, OffloadedRef):
+        if isinstance(ref, OffloadedRef) and call.number not in ref.storage.calls:
             ref.storage.calls.add(call.number)
-            call.storages.add(ref.storage)
+            call.storages.append(weakref.ref(ref.storage))
 
     @property
     def last(self) -> BlockCall | None:
@@ -288,46 +343,47 @@ class InputStore:
         return self._last() if self._last is not None else None
 
     def started(self, call: BlockCall) -> None:
-        """Start to move the tensors of the call before `call`, which has saved its arguments."""
-        self._owned_storages.clear()
+        """Start to move the tensors of the call before `call`, which may have saved some itself."""
         earlier = self.last
-        if self._offload and earlier is not None and earlier is not call:
-            for kept in earlier.storages:
+        if earlier is not None and earlier.moves and earlier is not call:
+            for kept in earlier.kept:
                 if call.number not in kept.calls:
                     self._send(kept)
         self._last = weakref.ref(call)
 
     def _send(self, kept: OffloadedStorage) -> None:
         kept.note_changes()
-        if kept.host is not None or kept.original is None or kept.changed:
-            return  # a changed input is refused in backward
-        with marked("offload"):
-            kept.host = host_buffer(kept.nbytes, self._device)
-            kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
+        if kept.original is None or kept.changed:
+            return  # a changed tensor is refused in backward
         self._leaving.append(kept)
-        self.counters.out[kept.label] += 1
-        self.counters.out_bytes[kept.label] += kept.nbytes
+        if kept.host is None:
+            with marked("offload"):
+                kept.host = self._copies.host_buffer(kept.nbytes)
+                kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
+            self.counters.out[kept.label] += 1
+            self.counters.out_bytes[kept.label] += kept.nbytes
 
-    def ended(self) -> None:
-        """Release the originals of all tensors that were moved, after a call."""
+    def ended(self, call: BlockCall) -> None:
+        """Release the originals of tensors that were moved, but of those that `call` saved, too."""
         for kept in self._leaving:
             kept.wait()
-            kept.note_changes()
-            kept.original = None
+            if call.number not in kept.calls:
+                kept.release()
         self._leaving.clear()
 
     # backward
 
     def unpack(self, ref: OffloadedRef | InPlaceRef, call: BlockCall) -> Tensor:
         """Return a tensor of `call`, on the device; UnsupportedError if it was changed."""
-        if isinstance(ref, InPlaceRef):
-            if version_of(ref.tensor) != ref.version:
-                raise input_changed(ref.label, "input")
-            return ref.tensor
-        self.reach(call)
-        ref.storage.note_changes()
-        if ref.storage.changed:
-            raise input_changed(ref.storage.label, "input")
+        if isinstance(ref, OffloadedRef):
+            self.reach(call)
+            ref.storage.note_changes()
+            label, changed = ref.storage.label, ref.storage.changed
+        else:
+            label, changed = ref.label, version_of(ref.tensor) != ref.version
+        if changed:
+            recomputed = call.weights is None
+            raise input_changed(label, "input") if recomputed else saved_changed(label)
         return self.take(ref)
 
     def take(self, ref: OffloadedRef | InPlaceRef) -> Tensor:
@@ -348,12 +404,12 @@ class InputStore:
         self._reached.add(call.number)
         needed = {n for n in self._calls if n not in self._reached or n == call.number}
         self._drop([kept for kept in self._fetched if not kept.calls & needed])
-        for kept in call.storages:
+        for kept in call.kept:
             self._fetch(kept, late=True)
         before = sorted((n for n in self._calls if n < call.number), reverse=True)
         for number in before[: self._ahead]:
             ahead = self._calls.get(number)  # its graph may just have been dropped
-            for kept in ahead.storages if ahead is not None else ():
+            for kept in ahead.kept if ahead is not None else ():
                 self._fetch(kept, late=False)
 
     def _fetch(self, kept: OffloadedStorage, *, late: bool) -> None:
@@ -364,7 +420,7 @@ class InputStore:
         with marked("offload"):
             kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
             kept.pending = self._copies.copy(kept.host, kept.fetched)
-        self._fetched.append(kept)
+        self._fetched.add(kept)
         self.counters.back[kept.label] += 1
         self.counters.late += late
 
@@ -372,7 +428,7 @@ class InputStore:
         for kept in storages:
             kept.wait()
             kept.fetched = None
-            self._fetched.remove(kept)
+            self._fetched.discard(kept)
 
     def end_backward(self) -> None:
         """Release every fetched copy."""

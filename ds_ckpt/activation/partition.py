@@ -135,7 +135,7 @@ class Partition:
 
     def pack(self, tensor: Tensor, label: str, call: BlockCall) -> ShardedRef:
         """Return what the graph holds instead of `tensor`, an argument of block `label`."""
-        if self._store.stays(tensor, self._min_bytes):
+        if self._store.stays(tensor, call, self._min_bytes):
             self._note(label, tensor)
             return ShardedRef(tensor, self._store.pack(tensor, call))
         shard = self._shards.get(tensor.untyped_storage()._cdata)

@@ -7,10 +7,11 @@ A policy is one class with its settings as fields, and `@register_policy`. The c
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import nn
@@ -33,23 +34,25 @@ PLANNED = ("budget", "auto")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules of one recomputation; kept are the first one's input, and results of `save_ops`."""
+    """Modules of one recomputation; kept are the first one's input, and results of `save_ops`.
+
+    A unit that `offloads` is one block, not recomputed, whose saved tensors go to host memory.
+    """
 
     blocks: tuple[Block, ...]
     save_ops: tuple[str, ...] = ()
     where: str = f"{_SECTION}.save_ops"
+    offloads: bool = False
 
 
 class RecomputePolicy(Section):
     """A policy. Its fields are the keys of the section that belong to it.
 
-    `of_parts`: `"modules"` without rules names the parts of blocks themselves. `compared`: settings
-    with which `ds-ckpt profile` compares it.
+    `of_parts`: `"modules"` without rules names the parts of blocks themselves.
     """
 
     name: ClassVar[str]
     of_parts: ClassVar[bool] = False
-    compared: ClassVar[tuple[Mapping[str, Any], ...]] = ()
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         """Return the units of some blocks, in the model's order.
@@ -180,14 +183,22 @@ class _None(RecomputePolicy):
 
 @register_policy
 class _Block(RecomputePolicy):
-    name, compared = "block", ({},)
+    name = "block"
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,)) for block in blocks]
 
 
+@register_policy
+class _Offload(RecomputePolicy):
+    name = "offload"
+
+    def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
+        return [Unit((block,), offloads=True) for block in blocks]
+
+
 class _Parts(RecomputePolicy):
-    of_parts, compared = True, ({},)
+    of_parts = True
 
     def chains(self, block: Block) -> list[list[Part]]:
         raise NotImplementedError
@@ -220,7 +231,7 @@ class _Mlp(_Parts):
 
 @register_policy
 class _EveryN(RecomputePolicy):
-    name, compared = "every_n", ({"every_n": 2},)
+    name = "every_n"
     every_n: int = Field(
         default=2,
         ge=2,
@@ -238,26 +249,49 @@ class _EveryN(RecomputePolicy):
 @register_policy
 class _Segments(RecomputePolicy):
     name = "segments"
-    segment_size: int = Field(
-        default=2,
-        ge=2,
-        description='Policy "segments": neighbouring blocks in one recomputation. Only the '
-        "first one's input is kept, but in backward all of their inner activations exist at "
-        "once, and under ZeRO-3 all of their weights. Useful if blocks are small and many.",
+    segment_size: Annotated[
+        Annotated[int, Field(ge=2)] | Literal["sqrt"] | None,
+        Expects('a whole number, 2 or more, or "sqrt"', "4"),
+    ] = Field(
+        default=None,
+        description='Policy "segments": neighbouring blocks in one recomputation, by default 2; '
+        '"sqrt" makes about as many segments as blocks in each. Only the first block\'s input '
+        "is kept, but in backward all of their inner activations exist at once, and under ZeRO-3 "
+        "all of their weights. Useful if blocks are small and many.",
+    )
+    segments: Annotated[
+        int | None,
+        Field(ge=1),
+        Requires("segment_size", (None,), why="segment_size decides already"),
+    ] = Field(
+        default=None,
+        description='Policy "segments": number of segments that each stack of neighbouring blocks '
+        "is divided into, in place of segment_size. Sizes differ by one block at most.",
     )
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
-        segments: list[list[Block]] = []
+        stacks: list[list[Block]] = []
         for block in blocks:  # neighbours in one container and of one class
-            before = segments[-1][-1] if segments else None
-            if before and len(segments[-1]) < self.segment_size and _follows(before, block):
-                segments[-1].append(block)
+            if stacks and _follows(stacks[-1][-1], block):
+                stacks[-1].append(block)
             else:
-                segments.append([block])
-        return [Unit(tuple(segment)) for segment in segments]
+                stacks.append([block])
+        return [Unit(tuple(segment)) for stack in stacks for segment in self._divided(stack)]
+
+    def _divided(self, stack: Sequence[Block]) -> list[Sequence[Block]]:
+        count, total, size = self.segments, len(stack), self.segment_size or 2
+        if size == "sqrt":
+            count = round(math.sqrt(total))
+        elif count is None:
+            return [stack[i : i + size] for i in range(0, total, size)]
+        count = min(count, total)
+        return [stack[i * total // count : (i + 1) * total // count] for i in range(count)]
 
     def words(self) -> str:
-        return f" of {self.segment_size}"
+        if self.segments is not None:
+            return f", {self.segments} of each stack"
+        size = self.segment_size or 2
+        return f" of {'about sqrt(n) blocks' if size == 'sqrt' else size}"
 
 
 def _follows(before: Block, block: Block) -> bool:
@@ -277,7 +311,7 @@ def _names(value: Any) -> Any:
 
 @register_policy
 class _Selective(RecomputePolicy):
-    name, compared = "selective", ({}, {"save_ops": "attention+qkvo"})
+    name = "selective"
     save_ops: Annotated[
         tuple[Name, ...],
         Field(min_length=1),

@@ -61,6 +61,13 @@ def input_changed(name: str, what: str = "argument") -> UnsupportedError:
     return changed_between(name, f"an {what}")
 
 
+def saved_changed(name: str) -> UnsupportedError:
+    """Return the error for a saved tensor of an offloaded block that changed since."""
+    found = "a saved tensor that was changed in place after it was saved"
+    remedy = 'write x = x + y for x += y, or give the block the policy "none"'
+    return refusal(name, found, "backward needs the values of the forward", remedy)
+
+
 # containers and objects
 
 

@@ -31,7 +31,11 @@ def profile(
         int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Policies to compare with none and with the file's.")
+        str,
+        typer.Option(
+            help="Policies to compare with none and with the file's; a setting may follow a colon: "
+            "segments:2,segments:sqrt,every_n:4."
+        ),
     ] = "block,attention,mlp,selective",
     modules: Annotated[
         str, typer.Option(help="Class names or patterns of a plain model's blocks.")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_ckpt.activation.inputs import Keeping
+from ds_ckpt.activation.inputs import RECOMPUTING, Keeping
 from ds_ckpt.activation.policies import PLANNED, Policy, PolicySettings, Rule, policy_named
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
@@ -33,19 +33,20 @@ class ActivationRuleConfig(_WithPolicy):
     match: Annotated[Name, Expects("a pattern over block names, or indices", '"0-15"')] = Field(
         description='Shell pattern (fnmatch) over block names, or indices from 0: "3", "0-15".'
     )
-    policy: str = Field(description='Policy of these blocks; "none": no recomputation.')
+    policy: str = Field(description='Policy of these blocks; "none": nothing is done.')
 
 
 class ActivationConfig(Keeping, _WithPolicy):
-    """Activation checkpointing: keep few activations, recompute the others in backward."""
+    """Activation checkpointing: keep few activations, recompute or bring back the others."""
 
     policy: str = Field(
         "none",
         description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '
         'every block. "every_n": some blocks. "segments": several blocks in one recomputation. '
-        '"selective": blocks, but results of chosen operators are kept. "budget": the plan within '
-        'budget_gib that recomputes least. "auto": the same, for budget_gib or for 90% of the '
-        'free memory. Default: "block" if the section activation_checkpointing is present.',
+        '"selective": blocks, but results of chosen operators are kept. "offload": nothing; saved '
+        'tensors of blocks go to host memory and come back ahead of backward. "budget": the plan '
+        'within budget_gib that costs the least time. "auto": the same, for budget_gib or for 90% '
+        'of the free memory. Default: "block" if the section activation_checkpointing is present.',
     )
     modules: Annotated[
         tuple[Name, ...] | None,
@@ -67,13 +68,13 @@ class ActivationConfig(Keeping, _WithPolicy):
     check_determinism: Annotated[
         bool | Annotated[int, Field(ge=1)],
         Expects("true, false, or a whole number, 1 or more", "true"),
-        _ON,
+        RECOMPUTING,
     ] = Field(
         False,
         description="Compare recomputed values with the (every n-th) forward, and stop if they "
         "differ. Costs up to 3% of a step.",
     )
-    share_gather: Annotated[bool, _ON] = Field(
+    share_gather: Annotated[bool, RECOMPUTING] = Field(
         True,
         description="Keep weights that a recomputation gathered until the block's backward has "
         "used them: 2 all-gathers of each parameter per step instead of 3.",
@@ -111,7 +112,7 @@ class ActivationConfig(Keeping, _WithPolicy):
 
     @property
     def active(self) -> bool:
-        """Return whether any block is recomputed."""
+        """Return whether any block is recomputed or offloaded."""
         return any(policy != "none" for policy in self.policies_used())
 
     @property
@@ -130,6 +131,8 @@ class ActivationConfig(Keeping, _WithPolicy):
         words = f"checkpointing {self.policy}"
         words += self.settings().values.words() if known else detail
         rules = f", {len(self.rules)} rules" if self.rules else ""
+        if "offload" in self.policies_used():
+            words += f", saved tensors{self.from_size} in host memory"
         return words + rules + self.keeping()
 
 

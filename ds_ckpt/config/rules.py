@@ -102,6 +102,10 @@ def _broken(
 def _values(plugin: PluginConfig, section: Section, key: str) -> list[Any]:
     """Return the value of a key; for policy and method, those of rules follow."""
     part, _, name = key.rpartition(".")
+    if key == "activation.offload":  # a plan, or policy "offload", may move tensors, too
+        activation = plugin.activation
+        moves = activation.planned or "offload" in activation.policies_used()
+        return [activation.offload or moves]
     if key == "activation.policy":
         return list(plugin.activation.policies_used())
     if key == "compression.method":

@@ -73,9 +73,9 @@ class Planning:
 
     def _agree(self, args: Any, kwargs: dict[str, Any]) -> ActivationPlan:
         """Plan on every rank; return the plan of the rank that would hold the most. Collective."""
-        limit = torch.tensor(self._limit_bytes(), device=self._device)
-        dist.all_reduce(limit, op=dist.ReduceOp.MIN)
-        make = functools.partial(self._make, args, kwargs, int(limit))
+        limits = torch.tensor([self._limit_bytes(), self._host_bytes()], device=self._device)
+        dist.all_reduce(limits, op=dist.ReduceOp.MIN)
+        make = functools.partial(self._make, args, kwargs, *map(int, limits.tolist()))
         own = run_on_all_or_raise(make, what="plan within the memory budget")
         plans: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(plans, own)
@@ -91,7 +91,21 @@ class Planning:
             available *= AUTO_SHARE
         return int(available if asked is None else min(available, asked * GIB))
 
-    def _make(self, args: Any, kwargs: dict[str, Any], limit_bytes: int) -> ActivationPlan:
+    def _host_bytes(self) -> int:
+        """Return the host memory that blocks which are not recomputed may take; 0: none may.
+
+        Half of what is free, as torch rounds pinned blocks up to powers of two. None for the CPU,
+        whose memory is the host's.
+        """
+        config, kind = self._config, self._device.type
+        if kind == "cpu" or ("offload" in config.model_fields_set and not config.offload):
+            return 0
+        local = max(1, torch.get_device_module(kind).device_count())
+        return free_on(torch.device("cpu")) // 2 // local
+
+    def _make(
+        self, args: Any, kwargs: dict[str, Any], limit_bytes: int, host_bytes: int
+    ) -> ActivationPlan:
         start_s = time.perf_counter()
         engine, config, device = self._engine, self._config, self._device
         resident: dict[str, int] = {}
@@ -106,6 +120,7 @@ class Planning:
             config.offload_prefetch,
             config.offload_min_bytes,
             int(engine.train_micro_batch_size_per_gpu()),
+            host_bytes,
         )
         plan = plan_within(
             allowance,

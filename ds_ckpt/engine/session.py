@@ -31,6 +31,7 @@ from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import ExchangeSample, StepLog
 from ds_ckpt.telemetry.timings import EventSpans, ResidualStats, Spans
+from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
@@ -61,6 +62,7 @@ class Session:
         self._resident: ResidentWeights | None = None
         self._group: TensorParallelGroup | None = None
         self._planning: Planning | None = None
+        self._is_offload_checked = False
         self._steps: StepLog | None = None
         self._patches = Patches()
         self._detach = ExitStack()
@@ -161,6 +163,21 @@ class Session:
             trackers=_random_trackers(),
         )
         self._detach.callback(lambda: blocks.remove())
+        if activation.offload or any(unit.offloads for unit in units):
+            self._after_step.append(self._warn_nothing_moved)
+
+    def _warn_nothing_moved(self, step: int) -> None:
+        """Warn after the first step if all tensors stayed on the device."""
+        first, self._is_offload_checked = not self._is_offload_checked, True
+        if first and dist.get_rank() == 0 and self.offload is not None and not self.offload.out:
+            smallest = self.config.activation.offload_min_bytes
+            log.warning(
+                "ds_ckpt: nothing went to host memory in the first step: no tensor but the last "
+                "block's has %s or more (offload_min_bytes, %d). Write a smaller number, or leave "
+                "offload out",
+                size(smallest),
+                smallest,
+            )
 
     def _install_plan(self, plan: ActivationPlan) -> None:
         self._install_units(plan.units(self.engine.module))

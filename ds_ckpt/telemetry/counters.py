@@ -115,10 +115,10 @@ class Counters:
 
 @dataclass
 class OffloadCounters:
-    """Storages, not tensors, of checkpointed inputs since attach, by the block that kept them.
+    """Storages, not tensors, in host memory since attach, by the block that kept them first.
 
-    `out` and `back` count copies to and from host memory, `late` those that a recomputation waited
-    for; with `retain_graph` more come back than have left.
+    `out` and `back` count copies to and from host memory, `late` those that began when the tensor
+    was needed; with `retain_graph` more come back than have left.
     """
 
     out: Counter[str] = field(default_factory=Counter)

@@ -120,7 +120,7 @@ class SavedActivations:
 
     Attributes:
         held: Bytes by number of the saved storages that lived when the context was left.
-        packing: True while this class runs an operator that is not part of the model.
+        packing: True inside `unseen`.
     """
 
     def __init__(
@@ -147,21 +147,31 @@ class SavedActivations:
         self.held = {n: size for n, size in self._sizes.items() if n in self.storages.alive}
         self._sizes.clear()
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+    def note(self, tensor: Tensor) -> None:
+        """Count a saved tensor."""
         number = None if self._is_weight(tensor) else self.storages.number(tensor)
         if number is not None:
             self._sizes.setdefault(number, self.storages.bytes[number])
         if self._noted is not None:
             self._noted(tensor, number)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Surround operators that are not part of the model."""
+        self.packing = True
+        try:
+            yield
+        finally:
+            self.packing = False
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        self.note(tensor)
         # A result that its own graph node saves would keep itself alive. A leaf cannot, and
         # ZeRO-3 must find its parameters, not their present storage.
         if tensor.is_leaf:
             return tensor, version_of(tensor)
-        self.packing = True
-        try:
+        with self.unseen():
             return tensor.detach(), version_of(tensor)
-        finally:
-            self.packing = False
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Compare storages at every save: ZeRO-3 gives a parameter another one at each gather."""

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ckpt
+from ds_ckpt.activation.planning.trace import survey
 from tests import architectures
 from tests.distributed import models
 from tests.distributed.log_capture import captured_log
@@ -67,12 +68,23 @@ def steps(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             "out": dict(counters.out) if counters else {},
             "back": dict(counters.back) if counters else {},
             "late": counters.late if counters else None,
+            "bytes": counters.out_bytes.total() if counters else 0,
+            "saved": 0 if session else 2 * _saved(engine, _batch(0)),
+            "gathers": max(session.counters.gathers.values()) if session else 0,
             "left_on_host": host_bytes(store) if store else None,
             "left_on_device": device_bytes(store) if store else None,
             "summary": session.summary if session else "",
         }
         engine.destroy()
     return {**result, "lines": "\n".join(logged).splitlines()}
+
+
+def _saved(engine: Any, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes that all blocks but the last save, without weights and each once, from shapes alone."""
+    found = survey(engine.module, (), batch)
+    blocks = [c for block in found.blocks[:-1] for c in block.calls]
+    saved = {s for call in blocks for s in found.saves[slice(*call.saves)]}
+    return found.bytes_of(saved & found.held.keys())
 
 
 def _layer(module: torch.nn.Module) -> bool:

@@ -22,6 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "every_n": {"policy": "every_n", "every_n": 2},
     "segments": {"policy": "segments", "segment_size": 2},
     "selective": {"policy": "selective"},
+    "offload": {"policy": "offload"},
     "rules": {
         "rules": [
             {"match": "0", "policy": "selective", "save_ops": "matmuls"},

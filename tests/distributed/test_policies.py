@@ -11,6 +11,7 @@ from tests.distributed import cases_policies
 
 CHECKPOINTING = [p for p in cases_policies.POLICIES if p != "none"]
 ALL = [(policy, offload) for policy in CHECKPOINTING for offload in (False, True)]
+ALL.remove(("offload", False))
 SOME = [("block", False), ("selective", True)]
 OTHERS = tuple(kind for kind in ARCHITECTURES if kind not in OFTEN)
 

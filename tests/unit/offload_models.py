@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation import CheckpointedBlocks, make_plan
 from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.offload import Copies, InputStore, Wait
 from ds_ckpt.activation.policies import Policy
@@ -99,17 +99,18 @@ def put_on(
     policy: Policy | None = None,
     **options: Any,
 ) -> tuple[CheckpointedBlocks, InputStore]:
-    """Checkpointing of the model's blocks with their boundaries kept in host memory."""
+    """Checkpointing of the model's blocks with their boundaries kept in host memory, or policy
+    "offload"."""
     store = InputStore(
         CPU,
         copies or Copies(),
         owned=[*model.parameters(), *model.buffers()],
         **options,
     )
-    boundaries = CheckpointedInputs(store)
-    blocks = CheckpointedBlocks(model, patterns, policy=policy, around=boundaries.around)
-    boundaries.recomputed_together([[b.name for b in unit.blocks] for unit in blocks.units])
-    return blocks, store
+    policy = policy or Policy(modules=tuple(patterns) if patterns else None)
+    units = make_plan(model, policy)
+    inputs = CheckpointedInputs(store, units=units)
+    return CheckpointedBlocks(model, policy=policy, units=units, around=inputs.around), store
 
 
 def device_bytes(store: InputStore) -> int:

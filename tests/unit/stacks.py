@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.unit.offload_models import LateCopies, nothing_left, put_on
 
-KINDS = pytest.mark.parametrize("kind", ["block", "segments", "selective", "offload"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["block", "segments", "selective", "offload", "all offloaded"]
+)
 
 
 class Block(nn.Module):
@@ -58,9 +60,9 @@ def data(seed: int = 1) -> Tensor:
 def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
     """Checkpointing on the model's blocks; returns whether nothing of it is left behind."""
     names = tuple({type(block).__name__ for block in model.blocks})  # type: ignore[union-attr]
-    settings = PolicySettings("block" if kind == "offload" else kind)
-    policy = Policy(settings, modules=names, check_determinism=check)
-    if kind != "offload":
+    named = {"offload": "block", "all offloaded": "offload"}.get(kind, kind)
+    policy = Policy(PolicySettings(named), modules=names, check_determinism=check)
+    if named == kind:
         model.checkpointed = CheckpointedBlocks(model, policy=policy)  # type: ignore[assignment]
         return lambda: True
     model.checkpointed, store = put_on(model, None, policy=policy, copies=LateCopies())

@@ -140,6 +140,9 @@ def test_deepspeeds_keys_act_as_ours(key: str, same: str) -> None:
         ("attention", {}),
         ("every_n", {"every_n": 4}),
         ("segments", {"segment_size": 3}),
+        ("segments", {"segment_size": "sqrt"}),
+        ("segments", {"segments": 3}),
+        ("offload", {}),
         ("selective", {"save_ops": ("attention", "aten.mm")}),
     ],
 )

@@ -37,6 +37,15 @@ a.modules=["Block"] -> a.modules: while_a.policy_is_"none"
 a.share_gather=true -> a.share_gather: set_a.policy_to_"block"
 a.policy=block a.save_ops=["matmuls"] -> a.save_ops: "selective"
 a.policy=block a.rules=[{"match":"0","policy":"mlp","segment_size":2}] -> a.rules[0].segment_size: "mlp"
+a.policy=segments a.segment_size=sqrt ->
+a.policy=segments a.segment_size=1 -> a.segment_size: or_"sqrt"
+a.policy=segments a.segment_size=2 a.segments=4 -> a.segments: set_a.segment_size_to_null
+a.policy=block a.segments=4 -> a.segments: "segments"
+a.policy=offload a.offload_min_bytes=0 a.offload_prefetch=2 ->
+a.policy=block a.offload_min_bytes=0 -> a.offload_min_bytes: set_a.offload_to_true
+a.policy=auto a.offload=false a.offload_min_bytes=0 ->
+a.policy=offload a.share_gather=true a.partition=true -> a.share_gather: "offload" | a.partition: "offload"
+a.policy=offload a.rules=[{"match":"0","policy":"block"}] a.check_determinism=true ->
 a.policy=block z.stage=2 ->
 a.policy=block z.stage=2 a.share_gather=false -> z.stage: ZeRO_stage_3_only
 a.policy=block a.rules=[{"policy":"block"}] -> a.rules[0].match: found_nothing

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation import CheckpointedBlocks, make_plan
 from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.offload import Copies, InputStore
 from ds_ckpt.activation.partition import Partition
@@ -85,10 +85,10 @@ class On:
         self.partition = Partition(
             group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
         )
-        inputs = CheckpointedInputs(self.store, partition=self.partition)
         policy = policy or Policy(modules=("Block",))
-        self.blocks = CheckpointedBlocks(model, policy=policy, around=inputs.around)
-        inputs.recomputed_together([[b.name for b in unit.blocks] for unit in self.blocks.units])
+        units = make_plan(model, policy)
+        inputs = CheckpointedInputs(self.store, partition=self.partition, units=units)
+        self.blocks = CheckpointedBlocks(model, policy=policy, units=units, around=inputs.around)
 
     def nothing_left(self) -> bool:
         here = device_bytes(self.store), host_bytes(self.store)

@@ -93,6 +93,23 @@ def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every:
     assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "how", "sizes"),
+    [
+        (5, {}, [2, 2, 1]),
+        (9, {"segment_size": "sqrt"}, [3, 3, 3]),
+        (7, {"segment_size": "sqrt"}, [2, 2, 3]),
+        (1, {"segment_size": "sqrt"}, [1]),
+        (7, {"segments": 4}, [1, 2, 2, 2]),
+        (3, {"segments": 9}, [1, 1, 1]),
+    ],
+)
+def test_segments_by_their_number(blocks: int, how: dict[str, Any], sizes: list[int]) -> None:
+    units = make_plan(Model(blocks), Policy(PolicySettings("segments", **how), modules=("Odd",)))
+    assert [len(unit.blocks) for unit in units] == sizes
+    assert [b.name for u in units for b in u.blocks] == [f"layers.{i}" for i in range(blocks)]
+
+
 def test_segments_end_where_a_container_or_a_class_ends() -> None:
     units = make_plan(build("t5", 3), Policy(PolicySettings("segments", segment_size=9)))
     assert [[b.name for b in u.blocks] for u in units] == [

@@ -7,10 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import Block
+from ds_ckpt.activation.inputs import Keeping
 from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
@@ -105,6 +108,8 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
     planner = Planner(found, RATES, x.numel())
     for word in planner.words:
         plan = planner.all_alike(word, Allowance(GIB, "activations"))
+        if word == "offload":  # what blocks share is counted as if it stayed, and leaves
+            continue
         measured = simulate(model, (x,), {}, plan.units(model))
         assert plan.held_bytes == measured.held_bytes, word
         assert plan.needed_bytes >= plan.held_bytes, word
@@ -189,6 +194,57 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert len(whole) <= 1
         assert step.total().flops == none.total().flops + plan.recompute_flops
     assert before == 0.0
+
+
+LARGE: list[Any] = []
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    share=st.floats(0.0, 1.1),
+    bus=st.sampled_from([1e8, 1e9, 3e9, 1e11]),
+    host=st.sampled_from([0, 2**22, 2**26, 2**40]),
+    offload=st.booleans(),
+    prefetch=st.integers(1, 2),
+)
+def test_offload_in_a_plan_keeps_every_limit_and_is_never_slower(
+    share: float, bus: float, host: int, offload: bool, prefetch: int
+) -> None:
+    if not LARGE:
+        LARGE[:] = _large()
+    planner = Planner(LARGE[2], replace(RATES, bus_bytes_per_s=bus), 1024)
+    alone = Allowance(1, "activations", offload=offload, prefetch=prefetch)
+    low, top = planner.least(alone).needed_bytes, LARGE[2].saved_bytes
+    alone = replace(alone, budget_bytes=round(low + share * (top - low)))
+    without = planner.plan(alone)
+    plan = planner.plan(replace(alone, host_bytes=host))
+    assert plan.needed_bytes <= alone.budget_bytes
+    assert sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload") <= host
+    assert plan.recompute_s + plan.wait_s <= without.recompute_s + without.wait_s + 1e-12
+    assert "offload" not in without.choices
+    if host == 2**40 and bus == 1e11:
+        assert plan.recompute_s == 0 or plan.held_bytes < without.held_bytes or offload
+
+
+@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
+    """The engine's own store runs on tensors without memory."""
+    model, data, found = _large()
+    planner = Planner(found, replace(RATES, bus_bytes_per_s=1e12), 1024)
+    none = planner.all_alike("none", Allowance(GIB, "activations"))
+    temporary = simulate(model, (), data, []).peak_bytes - none.needed_bytes
+    allowance = Allowance(1, "activations", prefetch=prefetch, host_bytes=2**40)
+    budget = planner.least(allowance).needed_bytes
+    budget += round(0.6 * (none.needed_bytes - budget))
+    plan = planner.plan(replace(allowance, budget_bytes=budget))
+    assert "offload" in plan.choices
+    keeping = Keeping(offload_prefetch=prefetch)
+    step = simulate(model, (), data, plan.units(model), keeping=keeping)
+    assert step.peak_bytes <= plan.needed_bytes + temporary <= budget + temporary
+    shared = found.bytes_of(planner._shared)
+    offloaded = sum(b.offloaded_bytes for b in plan.blocks)
+    assert offloaded <= step.offloaded_bytes <= offloaded + shared
+    assert step.held_bytes == plan.held_bytes
 
 
 def test_the_error_names_what_would_fit() -> None:

@@ -113,6 +113,25 @@ def test_work_and_bytes_of_a_step_by_hand() -> None:
     assert block.peak_bytes < none.peak_bytes
 
 
+def test_settings_behind_a_colon_and_bytes_in_host_memory() -> None:
+    subject = find_subject(f"{MODELS}:stack", Sizes())
+    names = ("segments:2", "segments:sqrt", "every_n:4", "offload")
+    wanted = compared(names, ["Mixer"], None)
+    assert wanted["segments:sqrt"]["segment_size"] == "sqrt"  # type: ignore[index]
+    wanted["offload"] = {**wanted["offload"], "offload_min_bytes": 0}  # type: ignore[dict-item]
+    none, two, root, fourth, offload = footprints(subject, 2, wanted, ["Mixer"])
+    assert two.recompute == root.recompute  # both are two of two blocks
+    assert fourth.held_bytes > two.held_bytes
+    block = sum(none.blocks["layers.2"].values())
+    assert offload.host_bytes == 3 * block
+    rows = 2 * 8 * WIDTH * 4  # the batch, which its owner keeps
+    assert offload.held_bytes == none.held_bytes - 3 * block + rows
+    assert offload.step.flops == none.step.flops
+    assert offload.step.launches == none.step.launches
+    # in backward the tensors of two of four blocks, as in the forward
+    assert offload.peak_bytes == none.peak_bytes - 2 * block + rows
+
+
 def test_a_recompute_can_be_the_peak() -> None:
     class Wide(torch.nn.Module):
         """Its forward frees at once what a recompute must hold together."""
@@ -231,7 +250,7 @@ def test_a_directory_and_a_deepspeed_file(config_json: Path, tmp_path: Path) -> 
     assert (states["world"], states["optimizer"], states["reduce_bucket_bytes"]) == (4, "SGD", 2000)
     none, configured, block = (f["held_bytes"] for f in profile["footprints"][:3])
     assert block < configured < none
-    assert any(text.startswith("offload: ") for text in profile["notes"])
+    assert profile["footprints"][1]["host_bytes"] == 0, "one input, the last, stays"
 
 
 def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
@@ -257,7 +276,7 @@ def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:
 
 def test_functions_and_their_batches(tmp_path: Path) -> None:
     result = _run(f"{MODELS}:stack", "--batches", "2,4", "--policies", "block")
-    assert re.findall(r"^ none +(\d+) +\d", result.output, re.M) == ["2", "4"]
+    assert re.findall(r"^ none +(\d+ x \d+) +\d", result.output, re.M) == ["1 x 2", "1 x 4"]
     fixed = _run(f"{MODELS}:fixed", "--batches", "1,2", "--policies", "block")
     assert fixed.exit_code == 0, fixed.output
     assert "takes no argument named batch" in " ".join(fixed.output.split())
@@ -291,6 +310,8 @@ def test_models_that_are_refused(model: str, words: list[str]) -> None:
     ("arguments", "code", "words"),
     [
         (["demo", "--policies", "blocks"], 1, "no policy has this name"),
+        (["demo", "--policies", "block:2"], 1, "block has no setting"),
+        (["demo", "--policies", "segments:1"], 1, "segment_size"),
         (["demo", "--attention", "magic"], 1, "magic"),
         (["demo", "--config", "no-such.json"], 1, "no-such.json"),
         (["demo", "--config", "wrong.json"], 1, "$.ds_ckpt.activation.polcy"),

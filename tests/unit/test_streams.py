@@ -12,8 +12,8 @@ from offload_models import Model, put_on
 from torch import Tensor
 from virtual import World
 
-from ds_ckpt.activation import offload
-from ds_ckpt.activation.offload import InputStore, SideStream, Wait
+from ds_ckpt.activation.offload import BlockCall, InputStore, SideStream, Wait
+from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.compression import Feedback, Quantize
 from ds_ckpt.weights import lossless
 from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
@@ -111,22 +111,23 @@ def test_host_waits_are_counted(waits: int, read: Callable[[Tensor], Any]) -> No
 def plain() -> Iterator[Gpu]:
     """Offload reads tensors' addresses: every plain tensor is the device's."""
     gpu = Gpu(plain=True)
-    allocate = offload.host_buffer
+    allocate = SideStream.host_buffer
 
-    def in_host_memory(nbytes: int, device: torch.device) -> Tensor:
+    def in_host_memory(stream: SideStream, nbytes: int) -> Tensor:
         with gpu.host_memory():
-            return allocate(nbytes, device)
+            return allocate(stream, nbytes)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(offload, "host_buffer", in_host_memory)
+        patched.setattr(SideStream, "host_buffer", in_host_memory)
         yield gpu
 
 
-def _train(gpu: Gpu, *, dropped: bool = False) -> int:
-    """Train a model whose blocks' inputs leave the device; return how many did."""
+def _train(gpu: Gpu, *, dropped: bool = False, policy: str = "block") -> int:
+    """Train a model whose blocks' inputs, or all that they save, leave; return how many did."""
     with gpu.watched():
         model = Model(width=32)
-        blocks, store = put_on(model, ["Block"], copies=SideStream(torch.device("cpu")))
+        how = Policy(PolicySettings(policy), modules=("Block",))
+        blocks, store = put_on(model, None, policy=how, copies=SideStream(torch.device("cpu")))
         for step in range(3):
             loss = model(torch.randn(8, 32))
             if not (dropped and step == 1):
@@ -140,8 +141,9 @@ def _train(gpu: Gpu, *, dropped: bool = False) -> int:
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool) -> None:
-    assert _train(plain, dropped=dropped) > 0
+@pytest.mark.parametrize("policy", ["block", "offload"])
+def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool, policy: str) -> None:
+    assert _train(plain, dropped=dropped, policy=policy) >= 3 * 3 * (1 + 2 * (policy == "offload"))
     assert plain.findings == []
     assert not [place for place in plain.waits if "ds_ckpt" in place]
 
@@ -161,20 +163,25 @@ def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
 
 
 def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
-    def ended(self: InputStore) -> None:
+    def ended(self: InputStore, call: BlockCall) -> None:
         for kept in self._leaving:
             kept.original = kept.pending = None
+            kept.aliases.clear()
         self._leaving.clear()
 
     patched.setattr(InputStore, "ended", ended)
 
 
 @pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])
+@pytest.mark.parametrize("policy", ["block", "offload"])
 def test_a_seeded_fault_of_offload_is_found(
-    plain: Gpu, seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    plain: Gpu,
+    seed: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
 ) -> None:
     seed(monkeypatch)
-    _train(plain)
+    _train(plain, policy=policy)
     assert plain.findings
 
 

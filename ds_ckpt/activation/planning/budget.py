@@ -36,8 +36,9 @@ BudgetOf = Literal["activations", "accelerator"]
 class Candidate:
     """A way to treat a block; `save_ops` is None if it is not recomputed.
 
-    `held` waits for backward. `full` is there while the block's backward runs: `held`, and the
-    tensors that its largest recompute makes again. The other fields are costs of its recomputes.
+    `held` waits for backward; of a block that `offloads`, in host memory. `full` is there while the
+    block's backward runs: `held`, and the tensors that its largest recompute makes again. The other
+    fields are costs of its recomputes.
     """
 
     save_ops: tuple[str, ...] | None
@@ -45,12 +46,13 @@ class Candidate:
     full: frozenset[Storage]
     flops: int = 0
     moved_bytes: int = 0
+    offloads: bool = False
 
     @property
     def word(self) -> str:
         """Name the way."""
         if self.save_ops is None:
-            return "none"
+            return "offload" if self.offloads else "none"
         return f"selective {'+'.join(self.save_ops)}" if self.save_ops else "block"
 
 
@@ -64,7 +66,7 @@ def candidates_of(found: Survey, index: int) -> list[Candidate]:
         way = _recomputed(found, index, (name,), kept)
         if all(way.held != other.held for other in ways):
             ways.append(way)
-    return ways
+    return [*ways, Candidate(None, held, held, offloads=True)]
 
 
 def _recomputed(
@@ -102,8 +104,8 @@ def _recomputed(
 class BlockPlan:
     """The plan of one block; `save_ops` is None if it is not recomputed.
 
-    `held_bytes` are on the device between its forward and its backward. `recompute_s` includes
-    waiting for copies.
+    `held_bytes` are on the device between its forward and its backward. `wait_s` is the time in
+    which the device waits for copies to and from host memory.
     """
 
     name: str
@@ -113,6 +115,7 @@ class BlockPlan:
     offloaded_bytes: int
     recompute_flops: int
     recompute_s: float
+    wait_s: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,11 @@ class ActivationPlan:
         return sum(b.recompute_s for b in self.blocks)
 
     @property
+    def wait_s(self) -> float:
+        """Add up the blocks."""
+        return sum(b.wait_s for b in self.blocks)
+
+    @property
     def choices(self) -> list[str]:
         """Name the way of each block."""
         return [b.word for b in self.blocks]
@@ -156,9 +164,14 @@ class ActivationPlan:
         """Make the units for `CheckpointedBlocks`."""
         modules = dict(model.named_modules())
         return [
-            Unit((Block(block.name, modules[block.name]),), block.save_ops, _WHERE)
+            Unit(
+                (Block(block.name, modules[block.name]),),
+                block.save_ops or (),
+                _WHERE,
+                block.word == "offload",
+            )
             for block in self.blocks
-            if block.save_ops is not None
+            if block.word != "none"
         ]
 
     def line(self) -> str:
@@ -166,11 +179,13 @@ class ActivationPlan:
         treated = ", ".join(f"{n} x {word}" for word, n in Counter(self.choices).most_common())
         offloaded = sum(b.offloaded_bytes for b in self.blocks)
         away = f", {size(offloaded)} in host memory" if offloaded else ""
-        share = self.recompute_s / self.forward_s if self.forward_s else 0.0
+        forward_s = self.forward_s or math.inf
+        waits = f" and waits {self.wait_s / forward_s:.1%} for copies" if offloaded else ""
         return (
             f"plan for {size(self.budget_bytes)} ({self.of}): {treated}; "
             f"{size(self.held_bytes)} saved of {size(self.none_bytes)} without recompute{away}, "
-            f"{size(self.needed_bytes)} needed at most; recomputes {share:.1%} of a forward; "
+            f"{size(self.needed_bytes)} needed at most; recomputes "
+            f"{self.recompute_s / forward_s:.1%} of a forward{waits}; "
             f"made for {self.tokens} tokens in {self.planning_s:.1f} s"
         )
 
@@ -180,6 +195,7 @@ class Allowance:
     """A budget; `resident` are bytes beside activations, for budgets of the accelerator.
 
     With `offload`, inputs from `min_bytes` on go to host memory, and return `prefetch` calls ahead.
+    `host_bytes` of host memory may hold what blocks save that are not recomputed; 0: none may go.
     `micro_batch` is for messages; 0 if not known.
     """
 
@@ -190,6 +206,7 @@ class Allowance:
     prefetch: int = 1
     min_bytes: int = 65536
     micro_batch: int = 0
+    host_bytes: int = 0
 
 
 class Planner:
@@ -230,6 +247,8 @@ class Planner:
         choice: list[int] | None = [0] * len(self._blocks)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
             choice = self._best(allowance, search)
+        if choice is None and allowance.host_bytes:  # the host may have been too small
+            return self.plan(replace(allowance, host_bytes=0))
         if choice is None:
             raise self._too_small(allowance)
         return self._written(allowance, choice)
@@ -249,18 +268,24 @@ class Planner:
     ) -> list[int] | None:
         """Return the cheapest choice, or the one of the fewest bytes.
 
-        Offload leaves the tensors of the last recompute on the device. Each size that they may have
-        is solved by itself, with the options that move no more.
+        Offload keeps tensors of several blocks on the device, see `_room`. Each size that they may
+        have is solved by itself, with the options that move no more.
         """
         options, found = self._options(allowance), []
         for stays in sorted({option.moved for block in options for option in block}):
-            allowed = [[i for i, o in enumerate(block) if o.moved <= stays] for block in options]
+            allowed = [
+                [i for i, o in enumerate(block) if o.moved <= stays and o.cost < math.inf]
+                for block in options
+            ]
             some = [[b[i] for i in indices] for b, indices in zip(options, allowed, strict=True)]
             choice = solve(some, self._room(allowance, stays))
             if choice is not None:
                 choice = [indices[i] for indices, i in zip(allowed, choice, strict=True)]
                 plan = self._written(allowance, choice)
-                found.append((plan.needed_bytes if fewest else plan.recompute_s, choice))
+                cost = plan.needed_bytes if fewest else plan.recompute_s + plan.wait_s
+                whole = sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload")
+                if whole <= allowance.host_bytes:
+                    found.append((cost, choice))
         return min(found)[1] if found else None
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
@@ -268,9 +293,15 @@ class Planner:
         return self.saved_bytes + sum(allowance.resident.values())
 
     def _room(self, allowance: Allowance, stays: int) -> Room:
+        """Room if blocks move at most `stays` bytes each.
+
+        On the device are those of the last call that was reached, until the next one is, and of
+        the calls before it, which are coming back; in the forward of the last one and the one
+        before it.
+        """
         found = self._found
         head = found.head_bytes + found.bytes_of(self._shared - found.outside)
-        head += stays + sum(allowance.resident.values())
+        head += (1 + allowance.prefetch) * stays + sum(allowance.resident.values())
         return Room(allowance.budget_bytes, head, found.tail_bytes)
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
@@ -283,16 +314,17 @@ class Planner:
 
     def _option(self, way: Candidate, forward_s: float, allowance: Allowance) -> Option:
         cost_s, moved = self._rates.seconds(way.flops, way.moved_bytes), 0
-        if allowance.offload and way.save_ops is not None:
+        full = self._own_bytes(way.full)
+        if way.offloads and not allowance.host_bytes:
+            return Option(full, full, math.inf)
+        if way.offloads or (allowance.offload and way.save_ops is not None):
             sizes = self._found.sizes
             moved = self._own_bytes({s for s in way.held if sizes[s] >= allowance.min_bytes})
         # the time by which copies outlast the computing beside them: backward takes two products
         # for each of the forward
         copy_s = moved / self._rates.bus_bytes_per_s
         waits_s = max(0.0, copy_s - forward_s) + max(0.0, copy_s - 2 * forward_s - cost_s)
-        # inputs of the recomputes before it are coming back meanwhile
-        full = self._own_bytes(way.full) + allowance.prefetch * moved
-        return Option(self._own_bytes(way.held) - moved, full, cost_s + waits_s, moved)
+        return Option(self._own_bytes(way.held) - moved, full - moved, cost_s + waits_s, moved)
 
     def _own_bytes(self, storages: Collection[Storage]) -> int:
         return self._found.bytes_of(frozenset(storages) - self._shared - self._found.outside)
@@ -304,13 +336,14 @@ class Planner:
         last = max((i for i, option in enumerate(chosen) if option.moved), default=-1)
         needed = self._untreated_bytes(allowance)
         if any(choice):
-            stays = chosen[last].moved if last >= 0 else 0
+            stays = max(option.moved for option in chosen)
             needed = need(options, choice, self._room(allowance, stays))
         blocks = []
         for i, (number, way, option) in enumerate(zip(self._blocks, ways, chosen, strict=True)):
             away = option.moved if i != last else 0
             name, held = found.blocks[number].name, option.held + option.moved - away
-            cost = way.flops, option.cost
+            cost_s = self._rates.seconds(way.flops, way.moved_bytes)
+            cost = way.flops, cost_s, max(0.0, option.cost - cost_s)
             blocks.append(BlockPlan(name, way.word, way.save_ops, held, away, *cost))
         common = self._shared.intersection(frozenset().union(*(way.held for way in ways)))
         return ActivationPlan(
@@ -367,14 +400,16 @@ def plan_within(
     """Measure the model with this batch, and return the cheapest plan that fits.
 
     A budget for the whole accelerator counts temporaries, too: they are simulated with the plan
-    that fits without them. Raises UnsupportedError if it cannot be measured, or nothing fits.
+    that fits without them and without host memory. Raises UnsupportedError if it cannot be
+    measured, or nothing fits.
     """
     planner = Planner(survey(model, args, kwargs, modules=modules, device=device), rates, tokens)
     if allowance.of == "accelerator":
+        here = replace(allowance, offload=False, host_bytes=0)
         try:
-            plan = planner.plan(allowance)
+            plan = planner.plan(here)
         except UnsupportedError:
-            plan = planner.least(allowance)
+            plan = planner.least(here)
         nbytes = temporary_bytes(model, args, kwargs, plan, device=device)
         resident = {**allowance.resident, "gradients of activations and temporaries": nbytes}
         allowance = replace(allowance, resident=resident)
@@ -392,5 +427,4 @@ def temporary_bytes(
     """Bytes of a step's peak that the plan does not count, from a simulated step."""
     step = simulate(model, args, kwargs, plan.units(model), device=device)
     counted = plan.needed_bytes - sum(plan.resident.values())
-    offloaded = sum(b.offloaded_bytes for b in plan.blocks)  # simulated as if it stayed
-    return max(0, step.peak_bytes - counted - offloaded)
+    return max(0, step.peak_bytes - counted)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from ds_ckpt.telemetry.memory import Operator
 
 _TRIES = 3
-_MEMORY = "empty empty_like empty_strided new_empty new_empty_strided detach lift_fresh"
+_MEMORY = "empty empty_like empty_strided new_empty new_empty_strided detach lift_fresh set_"
 _NO_KERNEL = {f"aten::{n}" for n in (*_MEMORY.split(), "_local_scalar_dense", "is_same_size")}
 _FLASH_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
 # formulas of shapes that torch's registry does not have; a grouped product multiplies each group's

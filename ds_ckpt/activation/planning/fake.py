@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    disable_fake_tensor_cache,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +80,9 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in NO_WORK:
             return func(*args, **kwargs)
+        if func._schema.name == "aten::set_":  # torch's cache would keep the storage alive
+            with disable_fake_tensor_cache(self.mode):
+                return func(*args, **kwargs)
         name, tensors = func._schema.name, tensors_in((args, kwargs))
         # random integers and constants: masks are made of them
         lifted = name == "aten::lift_fresh" and not isinstance(args[0], FakeTensor)

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
+from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
+from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
 from ds_ckpt.activation.planning.fake import fake_run
 from ds_ckpt.activation.policies import Unit
@@ -29,6 +32,7 @@ from ds_ckpt.telemetry.memory import (
     Operator,
     Phase,
     Place,
+    SavedActivations,
     Storage,
     tensors_in,
 )
@@ -240,8 +244,37 @@ class Work:
         )
 
 
+class _UncountedCopies(Copies):
+    """Copies of a traced step: neither they nor host memory count."""
+
+    def __init__(self, saved: SavedActivations) -> None:
+        self._saved = saved
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with self._saved.unseen():
+            return super().host_buffer(nbytes)
+
+    def copy(self, source: Tensor, target: Tensor) -> Wait:
+        with self._saved.unseen():
+            return super().copy(source, target)
+
+
+class _TracedStore(InputStore):
+    """Store of a traced step, whose tensors may be fake; `saved` counts what it keeps."""
+
+    kinds = (Tensor, FakeTensor)
+    saved: SavedActivations
+
+    def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
+        self.saved.note(tensor)
+        return super().pack(tensor, call)
+
+
 class StepTrace(MemoryTracker):
-    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part."""
+    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part.
+
+    `offloaded_bytes` went to host memory, and came back.
+    """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self.where = ModuleTracker(
@@ -255,6 +288,7 @@ class StepTrace(MemoryTracker):
         self._model = model
         self.work: defaultdict[Place, Work] = defaultdict(Work)
         self._saved_at: dict[Storage, Place] = {}
+        self.offloaded_bytes = 0
 
     def __enter__(self) -> StepTrace:
         self.where.__enter__()
@@ -265,15 +299,21 @@ class StepTrace(MemoryTracker):
         super().__exit__(*error)
         self.where.__exit__(*error)
 
-    def run(self, forward: Callable[[], Any], units: Sequence[Unit] | None) -> StepTrace:
+    def run(
+        self,
+        forward: Callable[[], Any],
+        units: Sequence[Unit] | None,
+        keeping: Keeping | None = None,
+    ) -> StepTrace:
         """Run forward and backward on tensors of any kind, and count what is alive at once.
 
         That is activations, their gradients, temporaries, and the gradient of one weight at a time.
-        Backward begins at the result's `loss`, else at all of its tensors.
+        Backward begins at the result's `loss`, else at all of its tensors. Offload is that of
+        `keeping` and of the units.
         """
-        put = None
+        put, inputs = None, self._inputs(units or (), keeping or Keeping())
         if units is not None:
-            scopes, around = [self.where.recomputing], self.where.around
+            scopes, around = [self.where.recomputing], functools.partial(self._around, inputs)
             put = CheckpointedBlocks(self._model, scopes=scopes, units=units, around=around)
         try:
             with gradients_dropped(self._model), self:
@@ -286,7 +326,37 @@ class StepTrace(MemoryTracker):
         finally:
             if put is not None:
                 put.remove()
+        self.offloaded_bytes = inputs.store.counters.out_bytes.total()
         return self
+
+    def _inputs(self, units: Sequence[Unit], keeping: Keeping) -> CheckpointedInputs:
+        """Return hooks around calls that move tensors as in training."""
+        store = _TracedStore(
+            next((p.device for p in self._model.parameters()), torch.device("cpu")),
+            _UncountedCopies(self.saved),
+            offload=keeping.offload,
+            min_bytes=keeping.offload_min_bytes,
+            prefetch=keeping.offload_prefetch,
+            owned=[*self._model.parameters(), *self._model.buffers()],
+        )
+        store.saved = self.saved
+        return CheckpointedInputs(store, units=units, keeps_inputs=keeping.offload)
+
+    def _around(
+        self,
+        inputs: CheckpointedInputs,
+        label: str,
+        checkpointed: Callable[..., Any] | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        def kept(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return inputs.around(label, checkpointed, function, args, kwargs)
+
+        if checkpointed is None:
+            return kept(function, *args, **kwargs)
+        return self.where.around(label, kept, function, args, kwargs)
 
     def _ran(self, operator: Operator) -> None:
         if not launches(operator.func):
@@ -335,6 +405,7 @@ def simulate(
     units: Sequence[Unit],
     *,
     device: torch.device | None = None,
+    keeping: Keeping | None = None,
 ) -> StepTrace:
     """Trace one step of a fake copy of the model; see `StepTrace.run`."""
     with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
@@ -343,7 +414,7 @@ def simulate(
             replace(unit, blocks=tuple(Block(b.name, parts[b.name]) for b in unit.blocks))
             for unit in units
         ]
-        return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy)
+        return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy, keeping)
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from ds_ckpt.activation import CheckpointedBlocks, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
-from ds_ckpt.activation.policies import Unit, make_plan, policies, policy_named
+from ds_ckpt.activation.policies import Unit, make_plan, policy_named, policy_names
 from ds_ckpt.config import parse
-from ds_ckpt.config.activation import activation_policy
+from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
@@ -38,11 +38,6 @@ PARTS = ("attention", "mlp", "norm", "other")
 TRACED_BLOCKS = 2
 """Blocks of the model of a real step, if all of its blocks are equal."""
 Report = Callable[[str], object]
-_COMPARED: dict[str, dict[str, Any]] = {
-    " ".join([policy.name, *map(str, options.values())]): {"policy": policy.name, **options}
-    for policy in policies()
-    for options in policy.compared
-}
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,7 @@ class Footprint:
     """One policy (activation section, or None) at one batch size: one forward and backward.
 
     `tokens` are of one sequence, 1 if there are none; `blocks` are saved bytes by block and part.
+    `host_bytes` are in host memory between forward and backward, and not part of `held_bytes`.
     """
 
     policy: str
@@ -80,6 +76,7 @@ class Footprint:
     forward: Work
     recompute: Work
     backward: Work
+    host_bytes: int = 0
 
     @property
     def step(self) -> Work:
@@ -121,12 +118,32 @@ Sections = dict[str, dict[str, Any] | None]
 """Activation sections by the policy's name; None: no policy."""
 
 
+def settings_of(name: str, section: dict[str, Any] | None) -> ActivationConfig:
+    """Return the settings of a policy; None: no checkpointing."""
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": section}}
+    return parse(file, source=name).activation
+
+
 def units_of(name: str, section: dict[str, Any] | None, model: nn.Module) -> list[Unit] | None:
-    """Return the recomputes of a policy on this model; None: no checkpointing."""
+    """Return the units of a policy on this model; None: no checkpointing."""
     if section is None:
         return None
-    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"activation": section}}
-    return make_plan(model, activation_policy(parse(file, source=name).activation))
+    return make_plan(model, activation_policy(settings_of(name, section)))
+
+
+def _section(name: str) -> dict[str, Any]:
+    """Return the section of `policy` or `policy:setting`, a value of the policy's first key."""
+    policy, _, value = name.replace(" ", ":").partition(":")
+    known = policy_named(policy)
+    if known is None or (value and not known.model_fields):
+        why = "no policy has this name" if known is None else f"{policy} has no setting"
+        names = ", ".join(policy_names(planned=False))
+        remedy = f"write names of: {names}; a setting may follow: segments:2, every_n:4"
+        problem = Problem("--policies", name, why, remedy)
+        raise ConfigError(problem, headline="the policies cannot be compared")
+    key = next(iter(known.model_fields), "")
+    number = int(value) if value.isdecimal() else value
+    return {"policy": policy, **({key: number} if value else {})}
 
 
 def compared(
@@ -136,18 +153,13 @@ def compared(
 
     With `modules` of a plain model, policies of parts are left out.
     """
-    if unknown := [name for name in names if name not in (NONE, *_COMPARED)]:
-        why = "no policy has this name here"
-        remedy = f"write names of: {', '.join(_COMPARED)}; others go into --config"
-        problem = Problem("--policies", ", ".join(unknown), why, remedy)
-        raise ConfigError(problem, headline="the policies cannot be compared")
     found: Sections = {NONE: None}
     if configured is not None:
         found["configured"] = configured
     for name in names:
-        if name == NONE or _COMPARED[name] == configured:
+        section = _section(name)
+        if name == NONE or section == configured:
             continue
-        section = dict(_COMPARED[name])
         if modules is not None:
             policy = policy_named(section["policy"])
             if policy is not None and policy.of_parts:
@@ -190,10 +202,10 @@ def footprints(
     blocks = blocks_of(model, modules)[0]
     for policy, section in wanted.items():
         report(f"{policy}, batch {count}")
-        units = units_of(policy, section, model)
+        units, settings = units_of(policy, section, model), settings_of(policy, section)
         with made.entered():
             trace = StepTrace(model, blocks)
-            trace.run(lambda: run_forward(model, batch), units)
+            trace.run(lambda: run_forward(model, batch), units, settings)
         for leaf in tensors_in(batch):
             leaf.grad = None
         held, place = trace.held_by(), trace.peak_place
@@ -211,6 +223,7 @@ def footprints(
             forward=trace.total("forward"),
             recompute=trace.total("recompute"),
             backward=trace.total("backward"),
+            host_bytes=trace.offloaded_bytes,
         )
         found.append(footprint)
     return found
@@ -301,9 +314,8 @@ def _with_file(options: Options) -> tuple[Options, dict[str, Any] | None, list[s
             notes.append(f'policy "{activation.policy}": planned at the first batch of training')
         elif activation.active:
             configured = dict(section) if section else {"policy": activation.policy}
-        for key in ("offload", "partition"):
-            if getattr(activation, key):
-                notes.append(f"{key}: its tensors count in full, in one rank")
+        if activation.partition:
+            notes.append("partition: its tensors count in full, in one rank")
         options = replace(options, modules=options.modules or activation.modules)
     enabled = precision(options.config)
     if options.sizes.dtype is None and enabled == "auto":

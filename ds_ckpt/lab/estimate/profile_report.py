@@ -64,21 +64,23 @@ def _saved(profile: Profile) -> Table:
 
 def _policies(profile: Profile) -> Table:
     limit, rows = profile.limit_bytes, []
+    hosts = any(one.host_bytes for one in profile.footprints)
     base = {f.batch: f.step for f in reversed(profile.footprints)}
     for one in profile.footprints:
         total, none = profile.total_bytes(one), base[one.batch]
         rows.append(
             [
                 one.policy + (" <- best" if one is profile.best else ""),
-                str(one.batch),
+                f"{one.tokens} x {one.batch}",
+                *[size(one.host_bytes)] * hosts,
                 *(size(one.held_bytes), size(one.peak_bytes), size(total)),
                 "-" if limit is None else "yes" if total <= limit else "no",
                 times(one.step.flops, none.flops),
                 times(one.step.launches, none.launches),
             ]
         )
-    heads = ("policy", "batch", "saved", "peak", "with states", "fits", "FLOPs", "launches")
-    return Table(heads, rows)
+    memory = (*["on host"] * hosts, "saved", "peak", "with states")
+    return Table(("policy", "tokens\nx batch", *memory, "fits", "FLOPs", "launches"), rows)
 
 
 def findings(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -99,7 +99,7 @@ class Question:
         peak, bytes_per_s = device["flop_per_s"], device["memory_bytes_per_s"]
         together_s = flops / (peak * device["share_of_peak"])
         products_s = max(together_s - moved / bytes_per_s, flops / peak)
-        return Rates(flops / products_s, bytes_per_s, math.inf)
+        return Rates(flops / products_s, bytes_per_s, device["bus_bytes_per_s"])
 
     @property
     def capacity_bytes(self) -> int:
@@ -257,7 +257,8 @@ class Search:
         return self._candidate(setting, plan, memory)
 
     def _plan_within(self, sequences: int, room: int, offload: bool) -> ActivationPlan | None:
-        allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload)
+        host = HOST_BYTES // self.machine.local if offload else 0
+        allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload, host_bytes=host)
         try:
             return self._planner(sequences).plan(allowance) if room > 0 else None
         except UnsupportedError:
@@ -374,11 +375,12 @@ def deepspeed_file(
         assert plan is not None
         gib = math.floor(100 * plan.budget_bytes / GIB) / 100
         activation = {"policy": "budget", "budget_gib": gib, "budget_of": "activations"}
+        activation["offload"] = setting.offload  # false: a plan may not choose "offload" either
     elif setting.policy != "none":
         policy, _, kept = setting.policy.partition(" ")
         activation = {"policy": policy, **({"save_ops": kept} if kept else {})}
-    if activation and setting.offload:
-        activation["offload"] = True
+        if setting.offload and policy != "offload":
+            activation["offload"] = True
     betas = list(setting.method.betas or (0.9, 0.95))
     ours: dict[str, Any] = {"activation": activation} if activation else {}
     if setting.method.section:

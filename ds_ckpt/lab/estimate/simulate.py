@@ -81,7 +81,7 @@ class Block:
 
     Attributes:
         calls: gathers that it takes: about one for each module with weights.
-        offloaded_bytes: checkpointed inputs in host memory, which come back one block ahead.
+        offloaded_bytes: tensors in host memory, which come back one block ahead.
         kept: stays gathered from forward to backward (`stage3_max_reuse_distance`).
     """
 
@@ -215,7 +215,7 @@ class _Run:
         """Moment at which the shaper's bucket is full again."""
         self._pieces = self._micro_step()
         self._until = list(itertools.accumulate(b.elements for b in blocks))
-        self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes and b.recompute_s]
+        self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes]
         self._changes: list[tuple[float, float, float]] = []
         """Chunks of changed weights under way: the model's elements up to its end, its own, and the
         task that it is sent after."""
@@ -278,7 +278,7 @@ class _Run:
         pieces, bucket = self._pieces, self.strategy.bucket
         gathered, exchanges, returned = list[float](), list[float](), dict[int, float]()
         ahead, filled = 0.0, 0
-        computed = self.now_s
+        computed = left = self.now_s
         for number, piece in enumerate(pieces):
             while len(gathered) < len(pieces) and (
                 len(gathered) <= number or self._runs_ahead(len(gathered) - number, ahead)
@@ -287,11 +287,13 @@ class _Run:
                 ahead += pieces[len(gathered) - 1].elements
             ahead -= piece.elements
             waits = [gathered[number], self.now_s]
-            if piece.kind == "recompute" and piece.first:
+            again = "recompute" if self.blocks[piece.block].recompute_s else "backward"
+            if piece.kind == again and piece.first:
                 waits.append(self._bring_back(piece.block, returned, computed))
             computed = self.now_s = self._compute(piece.kind, piece.seconds, *waits)
             if piece.kind == "forward" and piece.last and piece.block in self._moved:
-                self._offload(piece.block, computed)
+                # a block's tensors are released when the next block has ended
+                self.now_s, left = max(computed, left), self._offload(piece.block, computed)
             if piece.kind == "backward" and piece.last:
                 filled += self.blocks[piece.block].trained
                 at_end = number == len(pieces) - 1
