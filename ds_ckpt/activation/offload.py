@@ -91,7 +91,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 def _key(tensor: Tensor) -> int:
     """Return the address of the tensor's storage."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class SavedStorage:
