@@ -100,7 +100,7 @@ class Planning:
         config, kind = self._config, self._device.type
         if kind == "cpu" or ("offload" in config.model_fields_set and not config.offload):
             return 0
-        local = max(1, torch.get_device_module(kind).device_count())
+        local = max(1, int(torch.get_device_module(kind).device_count()))
         return free_on(torch.device("cpu")) // 2 // local
 
     def _make(
