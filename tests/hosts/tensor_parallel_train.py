@@ -1,0 +1,48 @@
+"""A public-style training script: tensor parallelism from the JSON file, no import of ds_ckpt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import deepspeed
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--losses")
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(shape)
+    model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    losses = []
+    for step in range(6):
+        replica = engine.global_rank // engine.mp_world_size
+        generator = torch.Generator().manual_seed(1000 * step + replica)
+        tokens = torch.randint(0, 128, (2, 64), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with open(f"{args.losses}.{engine.global_rank}", "w") as sink:
+        json.dump(losses, sink)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
