@@ -174,7 +174,7 @@ def second_engine(plans: tuple[str, str], way: str) -> dict[str, Any]:
     model: Any = architectures.build("llama", 3)
     engines, losses = [], []
     with captured_log() as lines:
-        for plan in plans:
+        for number, plan in enumerate(plans):
             engine, *_ = ds_ckpt.initialize(
                 model=model,
                 model_parameters=list(model.parameters()),
@@ -188,7 +188,7 @@ def second_engine(plans: tuple[str, str], way: str) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
                 losses.append(float(loss.detach()))
-            if len(engines) == 1 and way != "keep":
+            if number == 0 and way != "keep":
                 engine.destroy() if way == "destroy" else engines.clear()
                 del engine
                 gc.collect()
