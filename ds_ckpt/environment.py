@@ -1,7 +1,6 @@
-"""Environment of a launch: the variables of `ds-ckpt exec`, and the locks of torch's compilations.
+"""Variables of `ds-ckpt exec`, and locks of torch's compilations. Loads no torch, no DeepSpeed.
 
-Imports neither torch nor DeepSpeed. Names begin with PYTHON: DeepSpeed's launchers export those to
-other nodes, and Python ignores the ones that it does not read.
+Names begin with PYTHON: DeepSpeed's launchers export those to other nodes.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ _REPORT_AFTER = 5
 def with_plugin(base: Mapping[str, str], section: Any, reached: Path) -> dict[str, str]:
     """Return an environment in which every Python process has the plugin.
 
-    Args:
-        base: The environment of this process.
-        section: Section for configurations that have none, as JSON; None adds none.
-        reached: File that processes on this node create when they call `deepspeed.initialize`.
+    `section` is added to configurations that have none. Processes on this node create the file
+    `reached` when they call `deepspeed.initialize`.
     """
     path = os.pathsep.join(filter(None, [str(STARTUP), base.get("PYTHONPATH")]))
     added = {"PYTHONPATH": path, REACHED: str(reached)}

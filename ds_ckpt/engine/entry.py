@@ -180,8 +180,7 @@ def _require_all_ranks(summary: str) -> None:
     time.sleep(min(2.0, limit_s))  # store and launch end with the first rank that raises
     found = "; ".join(f"{found} on rank {', '.join(ranks[found][:8])}" for found in ranks)
     why = f"the {world} ranks exchange gradients, weights and plans"
-    remedy = "use one configuration, and install ds_ckpt for every rank. Under ds-ckpt exec, "
-    remedy += f"{environment.STARTUP} must be first on each rank's PYTHONPATH"
+    remedy = f"use one configuration, ds_ckpt on every rank and {environment.STARTUP} on PYTHONPATH"
     headline = "ds_ckpt is not active alike on all ranks"
     raise UnsupportedError(Problem("ranks", found, why, remedy), headline=headline)
 
@@ -211,10 +210,8 @@ def _with_section(given: dict[str, Any]) -> dict[str, Any] | None:
 
 def _read(source: Any) -> dict[str, Any] | None:
     """Read an object, a file or base64 as DeepSpeed does; None if it cannot be read."""
-    if source is None:
-        return None
-    if isinstance(source, Mapping):
-        return dict(source)
+    if source is None or isinstance(source, Mapping):
+        return None if source is None else dict(source)
     import hjson
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as unique
 

@@ -1,9 +1,8 @@
 # mypy: ignore-errors
 """Start-up code of every Python under `ds-ckpt exec`: adds the plugin to `deepspeed.initialize`.
 
-Python imports `sitecustomize` at its start, and this folder is first on PYTHONPATH. The plugin is
-loaded by the first `initialize`. Pythons of other environments run this file, too: it imports `sys`
-only. Nothing else may be in this folder, because it would hide modules of the user.
+Pythons of other environments run this file, too: it imports `sys` only. Nothing else may be in this
+folder, which is first on PYTHONPATH, because it would hide modules of the user.
 """
 
 import sys
@@ -30,9 +29,10 @@ def _wrap_initialize(deepspeed):
     deepspeed.initialize = initialize
     try:
         from ds_ckpt.environment import clear_stale_locks
+
+        clear_stale_locks()
     except ModuleNotFoundError:
-        return
-    clear_stale_locks()
+        pass
 
 
 def _exempt_section(dataclasses):
