@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
 from tests.unit.offload_models import LateCopies, nothing_left, put_on
 
-KINDS = pytest.mark.parametrize(
-    "kind", ["block", "segments", "selective", "offload", "all offloaded"]
-)
+_RECOMPUTED = ["block", "segments", "selective", "offload"]
+RECOMPUTED = pytest.mark.parametrize("kind", _RECOMPUTED)
+KINDS = pytest.mark.parametrize("kind", [*_RECOMPUTED, "all offloaded"])
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ from ds_ckpt.activation.snapshot import (
     holders,
 )
 from ds_ckpt.errors import RecomputeError, UnsupportedError
-from tests.unit.stacks import KINDS, Block, Stack, backward, data, put, results, same
+from tests.unit.stacks import KINDS, RECOMPUTED, Block, Stack, backward, data, put, results, same
 
 Inner = Callable[[Any, Tensor], Tensor]
 
@@ -461,7 +461,7 @@ class _Calls(nn.Module):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@KINDS
+@RECOMPUTED
 def test_refused_with_the_blocks_name(what: str, kind: str) -> None:
     make, step, words = REFUSED[what]
     model = make()
