@@ -34,6 +34,7 @@ def results(folder: Path, kind: str) -> list[list[Any]]:
     return [json.loads((folder / f"{kind}_{i}.json").read_text())["results"] for i in range(2)]
 
 
+@pytest.mark.slow
 def test_a_script_by_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A section for those that have none, the script's own, and a wrong one at the end."""
     section = tmp_path / "section.json"

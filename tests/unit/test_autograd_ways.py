@@ -165,7 +165,8 @@ def test_blocks_in_evaluation_mode_are_checkpointed(kind: str) -> None:
         return model
 
     same(make, kind)
-    assert forwards[0] == 3 * 3 * 3  # three steps of three blocks: plain once, then twice
+    # three steps of three blocks: plain once, then twice where blocks are recomputed
+    assert forwards[0] == 3 * 3 * (2 if kind == "all offloaded" else 3)
 
 
 class Calls(nn.Module):

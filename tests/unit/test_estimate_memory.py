@@ -150,7 +150,7 @@ def test_hpz_beside_offloaded_weights_is_in_host_memory() -> None:
     [({}, {}, 3), ({"zero_hpz_partition_size": 3}, {}, None), (HPZ, RESIDENT, 2)],
 )
 def test_ranks_that_cannot_be_divided_are_refused(zero: Any, rest: Any, hosts: int | None) -> None:
-    with pytest.raises(ConfigError, match="8 ranks are divided among hosts"):
+    with pytest.raises(ConfigError, match="8 ranks are divided among nodes"):
         _divided(zero, 8, hosts, **rest)
 
 

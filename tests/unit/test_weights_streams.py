@@ -290,6 +290,7 @@ def test_a_gather_is_ordered_behind_the_step() -> None:
         coordinator = SimpleNamespace(
             **{f"{of}_allgather_stream": gathers, f"{of}_all_gather_params_": gather},
             release_sub_module=None,
+            fetch_sub_module=None,
         )
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
         optimizer = SimpleNamespace(
