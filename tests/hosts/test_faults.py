@@ -24,7 +24,7 @@ from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from tests.hosts.conftest import processes
 
-STALL_S = 20.0
+STALL_S = 60.0
 CHECK_LIMIT_S = 2 * SSH_S + 5
 BOUND_S = STALL_S + CHECK_LIMIT_S + 15
 """From the fault to the error: the silence, asking the hosts, taking them down."""

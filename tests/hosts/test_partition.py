@@ -36,7 +36,9 @@ def _train(hosts: EmulatedHosts, folder: Path, **sections: Any) -> tuple[str, li
         "exchange": {"autotune": False},
     }
     telemetry = {"enabled": True, "every_n_steps": 1, "path": str(folder / "log.jsonl")}
-    section = {"activation": activation, "compression": compression, "telemetry": telemetry}
+    section: dict[str, Any] = {"compression": compression, "telemetry": telemetry}
+    if "activation_checkpointing" in sections:
+        section["activation"] = activation
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -58,6 +60,7 @@ def _train(hosts: EmulatedHosts, folder: Path, **sections: Any) -> tuple[str, li
     return said, losses, [[json.loads(line) for line in log] for log in logs]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_partition_offload_and_topk_from_a_json_file(
     two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +72,7 @@ def test_partition_offload_and_topk_from_a_json_file(
     assert "inputs in host memory" in said
     assert "split over the tensor-parallel group" in said
     assert "% of the recomputation" in said  # the line of each step
-    assert "checkpointing" not in plain_said.replace("gradient_checkpointing_enable", "")
+    assert "inputs in host memory" not in plain_said
     assert losses == plain_losses
     assert losses[0] == losses[1] != losses[2] == losses[3]  # neighbours have the same batches
     for log, plain_log in zip(logs, plain_logs, strict=True):
