@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,41 +66,10 @@ def script(arguments: argparse.Namespace) -> list[tuple[str, float]]:
     return [train(**one) for one in (*given, {"config_params": dict(PLAIN)})]
 
 
-def trainer(arguments: argparse.Namespace) -> list[tuple[str, float]]:
-    from transformers import Trainer, TrainingArguments
-
-    own = model()
-    config = {**PLAIN, "train_micro_batch_size_per_gpu": "auto"}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-    options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    folder = str(arguments.folder / "trainer")
-    given = TrainingArguments(
-        folder, deepspeed=config, per_device_train_batch_size=1, disable_tqdm=True, **options
-    )
-    running = Trainer(model=own, args=given, train_dataset=Rows())
-    result = running.train()
-    return [(found(running.model_wrapped), result.training_loss)]
-
-
-def accelerate(arguments: argparse.Namespace) -> list[tuple[str, float]]:
-    """Its configuration is made by `accelerate launch`."""
-    from accelerate import Accelerator
-
-    own = model()
-    accelerator = Accelerator(cpu=True)
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=1)
-    engine, _, loader = accelerator.prepare(own, torch.optim.AdamW(own.parameters()), loader)
-    for rows in loader:
-        loss = engine(**rows).loss
-        accelerator.backward(loss)
-        engine.step()
-    return [(found(engine), loss.item())]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["script", "trainer", "accelerate"])
-    parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))
+    parser.add_argument("kind", choices=["script"])
+    parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--deepspeed_config")
     arguments = parser.parse_args()

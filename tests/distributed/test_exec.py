@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.lab.hosts.backends import Loopback, Prepared, free_port
+from ds_ckpt.lab.hosts.backends import Loopback, Prepared
 from ds_ckpt.lab.hosts.launcher import LOG, LaunchError, run
 from tests.distributed import exec_train
 
@@ -55,31 +55,3 @@ def test_a_script_by_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "$.ds_ckpt.activation.policy" in said
     assert "Traceback" not in said
     assert "no process on this node" not in said
-
-
-ACCELERATE = ["accelerate", "launch", "--use_deepspeed", "--zero_stage=3", "--num_processes=2"]
-ACCELERATE += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        (["torchrun", "--nproc_per_node=2"], "script"),
-        (["deepspeed"], "trainer"),
-        (["torchrun", "--nproc_per_node=2"], "trainer"),
-        (ACCELERATE, "accelerate"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_other_launchers(words: list[str], kind: str, tmp_path: Path) -> None:
-    port = {"torchrun": "--master_port", "accelerate": "--main_process_port"}.get(words[0])
-    words = [*words, f"{port}={free_port()}"] if port else words
-    if kind == "script":  # its end is an error
-        with pytest.raises(LaunchError):
-            launch(tmp_path, "auto", kind, words)
-    else:
-        launch(tmp_path, "auto", kind, words)
-    for sessions in results(tmp_path, kind):
-        assert "checkpointing block" in sessions[0][0]
-        assert "3-bit values" in sessions[0][0]
