@@ -136,9 +136,9 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return result  # another library's wrapper has called ours already
     sections = engine._config._param_dict
     checked = parse(sections)
-    if has_optimizer(engine):
-        end_earlier_sessions(engine)
     if not (checked.active or checked.telemetry.enabled):
+        if has_optimizer(engine):
+            end_earlier_sessions(engine)
         has_section = sections.get("ds_ckpt") is not None
         why = f"the ds_ckpt section {'switches nothing on' if has_section else 'is missing'}"
     elif has_optimizer(engine):
