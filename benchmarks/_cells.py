@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ckpt
-from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import sent_bytes as sent_by
 from ds_ckpt.zero3.weights import forget_hpz
@@ -209,7 +208,7 @@ def start(
         session._resident.tuner = None
     if name in (CEILING, NOTHING):
         session = session or ds_ckpt.attach(engine)
-        session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
+        session.send_no_gradients()
     return Running(name, engine, session)
 
 

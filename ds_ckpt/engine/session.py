@@ -23,6 +23,7 @@ from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
+from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
 from ds_ckpt.errors import Problem, UnsupportedError
@@ -35,7 +36,7 @@ from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient import BucketExchange, GradientHook, stop_reducing
+from ds_ckpt.zero3.gradient import GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
@@ -282,9 +283,11 @@ class Session:
         if self._resident is not None:
             self._resident.hook.drain()
 
-    def measure_with(self, exchange: BucketExchange) -> None:
-        """Reduce gradients of ZeRO-3 by another exchange, such as `NoCommunication`, to measure."""
+    def send_no_gradients(self) -> None:
+        """Replace the exchange by `NoCommunication`, to measure; ZeRO-3 only."""
         assert self._gradient is not None, "stage 3, and attached"
+        group = self.engine.optimizer.dp_process_group
+        exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
         self._gradient.replace_exchange(exchange)
 
     def _describe(self) -> str:

@@ -193,9 +193,10 @@ class StepState:
 
 @dataclass
 class NoCommunication:
-    """Sends no gradients, for `Session.measure_with`: no compression makes a shorter step.
+    """Sends no gradients, to measure: no compression makes a shorter step.
 
-    Every rank trains its shards on its own gradients.
+    Every rank trains its shards on its own gradients. `world` and `dp_rank` are those of the
+    process group that shards the parameters.
     """
 
     world: int

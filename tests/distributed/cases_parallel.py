@@ -112,7 +112,7 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
                 groups.mesh_device = None
 
 
-def _loss(engine: Any, kind: str, step: int) -> torch.Tensor:
+def loss_at(engine: Any, kind: str, step: int) -> torch.Tensor:
     replica = dist.get_rank() // (1 if kind == "mesh" else SIZE)
     if kind == "megatron":
         generator = torch.Generator().manual_seed(1000 * step + replica)
@@ -133,7 +133,7 @@ def _loss(engine: Any, kind: str, step: int) -> torch.Tensor:
 def _train(engine: Any, kind: str, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        loss = _loss(engine, kind, step)
+        loss = loss_at(engine, kind, step)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))

@@ -1,15 +1,17 @@
-"""Run in the worker processes: an engine whose gradients are not sent."""
+"""Run in the worker processes: engines whose gradients are not sent."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_local_grad
 
 import ds_ckpt
-from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.telemetry import Purpose
-from tests.distributed import models
+from tests.distributed import cases_parallel, models
 from tests.distributed.pool import fresh
 
 
@@ -18,7 +20,7 @@ def trained(section: dict[str, Any]) -> dict[str, Any]:
     fresh()
     engine = models.start("llama", models.zero3_config(ds_ckpt=section))
     session = ds_ckpt.session_of(engine) or ds_ckpt.attach(engine)
-    session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
+    session.send_no_gradients()
     before = session.counters.snapshot()
     losses = []
     for _ in range(3):
@@ -33,3 +35,23 @@ def trained(section: dict[str, Any]) -> dict[str, Any]:
         "gather": sent[Purpose.GATHER_FORWARD],
         "losses": losses,
     }
+
+
+def foreign_gradients() -> list[str]:
+    """Parameters whose shard has another gradient than this rank's own, with tensor parallelism."""
+    own: dict[str, torch.Tensor] = {}
+    sections = {"ds_ckpt": {"compression": {"method": "dense"}}}
+    with cases_parallel.engine_of("tp", sections) as engine:
+        ds_ckpt.session_of(engine).send_no_gradients()
+        named = dict(engine.module.named_parameters())
+        me = dist.get_rank(engine.optimizer.dp_process_group)
+        for name, parameter in named.items():
+            parameter.register_hook(functools.partial(own.__setitem__, name))
+        engine.backward(cases_parallel.loss_at(engine, "tp", 0))
+        found = []
+        for name, parameter in named.items():
+            shard = safe_get_local_grad(parameter).flatten()
+            part = own[name].flatten()[me * len(shard) :][: len(shard)]
+            if not torch.equal(shard[: len(part)], part):
+                found.append(name)
+        return found

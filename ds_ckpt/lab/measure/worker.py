@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
-from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
@@ -59,7 +58,7 @@ class EngineRun:
         self.spans = Spans(_clock())
         session.counters.is_far = spec.crosses_host(dist.get_rank())
         if configuration.method == NO_COMM:
-            session.measure_with(NoCommunication(dist.get_world_size(), dist.get_rank()))
+            session.send_no_gradients()
 
     def _record(self, spans: Spans | None) -> None:
         """Begin or end the recording: of several engines one records at a time."""
