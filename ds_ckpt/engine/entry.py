@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_ckpt import environment
-from ds_ckpt.config import load_file, parse
+from ds_ckpt.config import PluginConfig, load_file, parse
 from ds_ckpt.engine import (
     ATTRIBUTE,
     Session,
@@ -65,7 +65,10 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         remedy = "use ds_ckpt.session_of(engine), or detach() it first"
         found = "an engine that already has a session"
         raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
-    config = parse(engine._config._param_dict)
+    return _attach(engine, parse(engine._config._param_dict), mpu)
+
+
+def _attach(engine: Any, config: PluginConfig, mpu: Any = None) -> Session:
     _require_all_ranks(config.summary())
     end_earlier_sessions(engine)
     return Session(engine, config, mpu)
@@ -126,23 +129,23 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             Path(os.environ[environment.REACHED]).touch()
     environment.clear_stale_locks()
     raw = _with_section(bound.arguments)
-    if raw is not None:
-        parse(raw)  # errors come before ranks connect and memory is allocated
+    # errors come before ranks connect and memory is allocated
+    config = None if raw is None else parse(raw)
     is_silent = is_exec or os.environ.get("LOCAL_RANK", "0") != "0"
     with contextlib.nullcontext() if is_silent else environment.reported_compiling():
         result = stock(*bound.args, **bound.kwargs)
     engine = result[0]
     if session_of(engine) is not None:
         return result  # another library's wrapper has called ours already
-    sections = engine._config._param_dict
-    checked = parse(sections)
-    if not (checked.active or checked.telemetry.enabled):
+    raw = engine._config._param_dict
+    config = config or parse(raw)
+    if not (config.active or config.telemetry.enabled):
         if has_optimizer(engine):
             end_earlier_sessions(engine)
-        has_section = sections.get("ds_ckpt") is not None
+        has_section = raw.get("ds_ckpt") is not None
         why = f"the ds_ckpt section {'switches nothing on' if has_section else 'is missing'}"
     elif has_optimizer(engine):
-        attach(engine)
+        _attach(engine, config)
         return result
     else:
         why = "this engine has no optimizer (inference)"
