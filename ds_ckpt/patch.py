@@ -14,11 +14,16 @@ _ABSENT = object()
 
 
 class Method:
-    """Function in place of an object's method; copies and pickles of it get the original."""
+    """Function in place of an object's method; copies and pickles of it get the original.
 
-    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
+    `owner` is the object that has set it. Wrappers of `functools` copy it.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], original: Callable[..., Any], owner: object = None
+    ) -> None:
         functools.update_wrapper(self, original)
-        self._function, self._original = function, original
+        self._function, self._original, self.owner = function, original, owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -52,9 +57,10 @@ class Patches:
         name: str,
         function: Callable[..., Any],
         original: Callable[..., Any] | None = None,
+        owner: object = None,
     ) -> None:
         """Set a method. Copies of the object get `original`, by default its own method."""
-        self.set(target, name, Method(function, original or getattr(target, name)))
+        self.set(target, name, Method(function, original or getattr(target, name), owner))
 
     @property
     def active(self) -> bool:

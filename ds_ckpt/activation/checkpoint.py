@@ -41,15 +41,11 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class RecomputeContext:
-    """Surroundings of a model's blocks: scopes around recomputations, random states, removal.
-
-    `owner` has installed the checkpointing: it can be removed as long as blocks have it.
-    """
+    """Surroundings of a model's blocks: scopes around recomputations, random states, removal."""
 
     recompute: Sequence[Scope] = ()
     trackers: Sequence[Tracker] = ()
     removed: bool = False
-    owner: Any = None
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:

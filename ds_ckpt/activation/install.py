@@ -51,15 +51,15 @@ class CheckpointedBlocks:
         trackers: Sequence[Tracker] = (),
     ) -> None:
         policy = policy or Policy(modules=tuple(patterns) if patterns is not None else None)
-        self._context = RecomputeContext(tuple(scopes), tuple(trackers), owner=self)
+        self._context = RecomputeContext(tuple(scopes), tuple(trackers))
         self._around, self._check_every = around, policy.check_determinism
         self._patches = Patches()
         self.units = list(units) if units is not None else make_plan(model, policy)
         self.blocks = [block for unit in self.units for block in unit.blocks]
-        for earlier in [_installed[m]() for m in model.modules() if m in _installed]:
-            if earlier is not None:
+        for module in model.modules():
+            earlier = getattr(vars(module).get("forward"), "owner", None)
+            if isinstance(earlier, CheckpointedBlocks):
                 earlier.remove()
-        _installed.update((block.module, weakref.ref(self)) for block in self.blocks)
         try:
             for unit in self.units:
                 self._install(unit)
@@ -80,7 +80,7 @@ class CheckpointedBlocks:
             run = functools.partial(unit_run, index, target, block.module.forward)
             if not is_plain or self._check_every:
                 run = torch.compiler.disable(run)
-            self._patches.set_method(block.module, "forward", run)
+            self._patches.set_method(block.module, "forward", run, owner=self)
 
     def _replace_hf_checkpointing(self, model: nn.Module) -> None:
         """Switch transformers' own recomputation off, also if it is enabled later."""
@@ -176,11 +176,6 @@ class _Run:
         self.before = None if last else weakref.ref(call)
         self.next = index + 1
         return result
-
-
-_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CheckpointedBlocks]]
-_installed = weakref.WeakKeyDictionary()
-"""Checkpointing of each block. It lives as long as the block's `forward` is replaced."""
 
 
 class _OwnerFlag:
