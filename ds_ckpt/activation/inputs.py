@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, OffloadedRef, copies_for
+from ds_ckpt.activation.offload import BlockCall, InPlaceRef, InputStore, OffloadedRef
 from ds_ckpt.activation.partition import Group, Partition, ShardedRef
 from ds_ckpt.activation.policies import PLANNED, Unit
 from ds_ckpt.fields import Removed, Requires, Section
@@ -217,6 +217,7 @@ def build_inputs(
     units: Sequence[Unit],
     device: torch.device,
     group: Group | None = None,
+    make_store: Callable[..., InputStore] = InputStore,
 ) -> CheckpointedInputs | None:
     """Return the hooks around calls of units; None if autograd keeps all tensors.
 
@@ -226,9 +227,8 @@ def build_inputs(
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     ahead = keeping.offload_prefetch
-    store = InputStore(
+    store = make_store(
         device,
-        copies_for(device),
         offload=keeping.offload,
         min_bytes=keeping.offload_min_bytes,
         # a part must be here before it is gathered, which is as far ahead of its use

@@ -247,7 +247,7 @@ class InputStore:
 
     With `offload`, storages of `min_bytes` or more on `device` go to host memory, except those of
     `owned` (parameters and buffers), and come back `prefetch` calls ahead of their use. Without it
-    only those of blocks that are not recomputed go.
+    only those of blocks that are not recomputed go. `copies` are by default those of `device`.
     """
 
     kinds: tuple[type, ...] = (Tensor,)
@@ -256,7 +256,7 @@ class InputStore:
     def __init__(
         self,
         device: torch.device,
-        copies: Copies,
+        copies: Copies | None = None,
         *,
         offload: bool = True,
         min_bytes: int = 0,
@@ -266,7 +266,7 @@ class InputStore:
         self.counters = OffloadCounters()
         self.lock = threading.RLock()
         """Forwards and backwards of one model may run in several threads."""
-        self._device, self._copies, self._owned = device, copies, owned
+        self._device, self._copies, self._owned = device, copies or copies_for(device), owned
         self._offload, self._min_bytes, self._ahead = offload, min_bytes, prefetch
         self._owned_storages: dict[int, Tensor] = {}
         self._storages: weakref.WeakValueDictionary[int, OffloadedStorage] = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
-from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping
+from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
@@ -263,10 +263,13 @@ class _TracedStore(InputStore):
     """Store of a traced step, whose tensors may be fake; `saved` counts what it keeps."""
 
     kinds = (Tensor, FakeTensor)
-    saved: SavedActivations
+
+    def __init__(self, saved: SavedActivations, device: torch.device, **settings: Any) -> None:
+        super().__init__(device, _UncountedCopies(saved), **settings)
+        self._saved = saved
 
     def pack(self, tensor: Tensor, call: BlockCall) -> OffloadedRef | InPlaceRef:
-        self.saved.note(tensor)
+        self._saved.note(tensor)
         return super().pack(tensor, call)
 
 
@@ -309,10 +312,17 @@ class StepTrace(MemoryTracker):
 
         That is activations, their gradients, temporaries, and the gradient of one weight at a time.
         Backward begins at the result's `loss`, else at all of its tensors. Offload is that of
-        `keeping` and of the units.
+        `keeping` and of the units; nothing is split.
         """
-        put, inputs = None, self._inputs(units or (), keeping or Keeping())
+        put = inputs = None
         if units is not None:
+            inputs = build_inputs(
+                (keeping or Keeping()).model_copy(update={"partition": False}),
+                self._model,
+                units,
+                next((p.device for p in self._model.parameters()), torch.device("cpu")),
+                make_store=functools.partial(_TracedStore, self.saved),
+            )
             scopes, around = [self.where.recomputing], functools.partial(self._around, inputs)
             put = CheckpointedBlocks(self._model, scopes=scopes, units=units, around=around)
         try:
@@ -326,37 +336,27 @@ class StepTrace(MemoryTracker):
         finally:
             if put is not None:
                 put.remove()
-        self.offloaded_bytes = inputs.store.counters.out_bytes.total()
+        self.offloaded_bytes = inputs.store.counters.out_bytes.total() if inputs else 0
         return self
-
-    def _inputs(self, units: Sequence[Unit], keeping: Keeping) -> CheckpointedInputs:
-        """Return hooks around calls that move tensors as in training."""
-        store = _TracedStore(
-            next((p.device for p in self._model.parameters()), torch.device("cpu")),
-            _UncountedCopies(self.saved),
-            offload=keeping.offload,
-            min_bytes=keeping.offload_min_bytes,
-            prefetch=keeping.offload_prefetch,
-            owned=[*self._model.parameters(), *self._model.buffers()],
-        )
-        store.saved = self.saved
-        return CheckpointedInputs(store, units=units, keeps_inputs=keeping.offload)
 
     def _around(
         self,
-        inputs: CheckpointedInputs,
+        inputs: CheckpointedInputs | None,
         label: str,
         checkpointed: Callable[..., Any] | None,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        def kept(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if inputs is None:
+            return self.where.around(label, checkpointed, function, args, kwargs)
+        if checkpointed is None:
+            return inputs.around(label, None, function, args, kwargs)
+
+        def with_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return inputs.around(label, checkpointed, function, args, kwargs)
 
-        if checkpointed is None:
-            return kept(function, *args, **kwargs)
-        return self.where.around(label, kept, function, args, kwargs)
+        return self.where.around(label, with_inputs, function, args, kwargs)
 
     def _ran(self, operator: Operator) -> None:
         if not launches(operator.func):
