@@ -7,7 +7,7 @@ import json
 
 import deepspeed
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from train import llama
 
 
 def main() -> None:
@@ -16,17 +16,7 @@ def main() -> None:
     parser.add_argument("--losses")
     args = deepspeed.add_config_arguments(parser).parse_args()
     deepspeed.init_distributed()
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(shape)
+    model = llama()
     model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     losses = []

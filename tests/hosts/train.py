@@ -26,7 +26,7 @@ def sent_bytes() -> int:
     return 0
 
 
-def train(config: Path, steps: int) -> dict[str, Any]:
+def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=128,
@@ -37,7 +37,11 @@ def train(config: Path, steps: int) -> dict[str, Any]:
         num_key_value_heads=4,
         use_cache=False,
     )
-    model = LlamaForCausalLM(shape)
+    return LlamaForCausalLM(shape)
+
+
+def train(config: Path, steps: int) -> dict[str, Any]:
+    model = llama()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=str(config)
     )
