@@ -126,7 +126,7 @@ _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block"
 RECOMPUTING = Requires("activation.policy", not_in=("none", "offload"), suggest="block")
 
 
-class Keeping(Section):
+class InputConfig(Section):
     """Storage of checkpointed inputs: keys of `ds_ckpt.activation`."""
 
     removed: ClassVar = {
@@ -191,8 +191,8 @@ class Keeping(Section):
         description="Smallest tensor that is split over the tensor-parallel group, in bytes.",
     )
 
-    def keeping(self) -> str:
-        """Describe what is switched on; empty if nothing is."""
+    def describe_inputs(self) -> str:
+        """Describe the active settings; empty if none is active."""
         words = ""
         if self.offload:
             words += f", inputs{self.from_size} in host memory, {self.offload_prefetch} ahead"
@@ -207,12 +207,12 @@ class Keeping(Section):
 
     @property
     def stores(self) -> bool:
-        """Return whether inputs are kept in another way than autograd's."""
+        """Return whether inputs are stored in another way than autograd's."""
         return self.offload or self.partition
 
 
 def build_inputs(
-    keeping: Keeping,
+    config: InputConfig,
     model: nn.Module,
     units: Sequence[Unit],
     device: torch.device,
@@ -223,22 +223,22 @@ def build_inputs(
 
     Parameters and buffers of the model are not moved. `group`: ranks over which inputs are split.
     """
-    if not keeping.stores and not any(unit.offloads for unit in units):
+    if not config.stores and not any(unit.offloads for unit in units):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
-    ahead = keeping.offload_prefetch
+    ahead = config.offload_prefetch
     store = make_store(
         device,
-        offload=keeping.offload,
-        min_bytes=keeping.offload_min_bytes,
+        offload=config.offload,
+        min_bytes=config.offload_min_bytes,
         # a part must be here before it is gathered, which is as far ahead of its use
-        prefetch=ahead * (2 if keeping.partition else 1),
+        prefetch=ahead * (2 if config.partition else 1),
         owned=[*model.parameters(), *model.buffers()],
     )
     partition = None
-    if keeping.partition:
+    if config.partition:
         assert group is not None, "the caller finds the group"
         partition = Partition(
-            group, store, device, min_bytes=keeping.partition_min_bytes, ahead=ahead
+            group, store, device, min_bytes=config.partition_min_bytes, ahead=ahead
         )
-    return CheckpointedInputs(store, partition, units=units, keeps_inputs=keeping.stores)
+    return CheckpointedInputs(store, partition, units=units, keeps_inputs=config.stores)

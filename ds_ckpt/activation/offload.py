@@ -124,7 +124,7 @@ class SavedStorage:
 class OffloadedStorage(SavedStorage):
     """Storage on the device (`original`, or `fetched` again), in host memory (`host`), or both.
 
-    `label` is the block that kept it first; `changed` is set if the original was changed in place
+    `label` is the block that saved it first; `changed` is set if the original was changed in place
     before it was released. `aliases` are the tensors saved over it, which may count versions of
     their own (`_unsafe_view`), with their versions.
     """
@@ -140,7 +140,7 @@ class OffloadedStorage(SavedStorage):
         self.aliases: list[tuple[Tensor, int]] = []
 
     @property
-    def here(self) -> Tensor | None:
+    def on_device(self) -> Tensor | None:
         """Return the memory on the device, or None."""
         return self.fetched if self.original is None else self.original
 
@@ -203,18 +203,18 @@ class BlockCall:
     moves: bool
     weights: Sequence[Tensor] | None = None
     blocks: int = 1
-    storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
+    refs: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
 
     @property
-    def kept(self) -> list[OffloadedStorage]:
-        """Return what its graph still references, in the order in which backward needs it."""
-        return [kept for ref in reversed(self.storages) if (kept := ref()) is not None]
+    def live_storages(self) -> list[OffloadedStorage]:
+        """Return the storages that its graph still references, in the order of backward."""
+        return [storage for ref in reversed(self.refs) if (storage := ref()) is not None]
 
 
 # the store
 
 
-class BackwardWatch:
+class BackwardTracker:
     """Detects when another backward begins; calls the bound method `at_end` after each."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
@@ -277,7 +277,7 @@ class InputStore:
         self._last: weakref.ref[BlockCall] | None = None
         self._leaving: list[OffloadedStorage] = []
         self._fetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
-        self._watch = BackwardWatch(self.end_backward)
+        self._backward = BackwardTracker(self.end_backward)
         self._reached: set[int] = set()
         """Numbers of the calls that this backward has reached."""
 
@@ -318,16 +318,16 @@ class InputStore:
             # a result that its own graph node saves would keep itself alive
             kept_here = tensor if tensor.is_leaf else tensor.detach()
             return InPlaceRef(kept_here, version_of(tensor), call.label)
-        kept = self._storages.get(_key(tensor))
-        if kept is not None:
-            kept.note_changes()
-        if kept is None or not kept.matches(tensor):
-            kept = OffloadedStorage(tensor, call.label)
-            self._storages[kept.key] = kept
-        if kept.original is None:  # in host memory already, and on the device for this call
-            kept.original = tensor.detach()
-        kept.aliases.append((tensor.detach(), tensor._version))
-        ref = OffloadedRef(tensor, kept)
+        storage = self._storages.get(_key(tensor))
+        if storage is not None:
+            storage.note_changes()
+        if storage is None or not storage.matches(tensor):
+            storage = OffloadedStorage(tensor, call.label)
+            self._storages[storage.key] = storage
+        if storage.original is None:  # in host memory already, and on the device for this call
+            storage.original = tensor.detach()
+        storage.aliases.append((tensor.detach(), tensor._version))
+        ref = OffloadedRef(tensor, storage)
         self.share(ref, call)
         return ref
 
@@ -335,7 +335,7 @@ class InputStore:
         """Keep a tensor for another call, too."""
         if isinstance(ref, OffloadedRef) and call.number not in ref.storage.calls:
             ref.storage.calls.add(call.number)
-            call.storages.append(weakref.ref(ref.storage))
+            call.refs.append(weakref.ref(ref.storage))
 
     @property
     def last(self) -> BlockCall | None:
@@ -346,29 +346,29 @@ class InputStore:
         """Start to move the tensors of the call before `call`, which may have saved some itself."""
         earlier = self.last
         if earlier is not None and earlier.moves and earlier is not call:
-            for kept in earlier.kept:
-                if call.number not in kept.calls:
-                    self._send(kept)
+            for storage in earlier.live_storages:
+                if call.number not in storage.calls:
+                    self._send(storage)
         self._last = weakref.ref(call)
 
-    def _send(self, kept: OffloadedStorage) -> None:
-        kept.note_changes()
-        if kept.original is None or kept.changed:
+    def _send(self, storage: OffloadedStorage) -> None:
+        storage.note_changes()
+        if storage.original is None or storage.changed:
             return  # a changed tensor is refused in backward
-        self._leaving.append(kept)
-        if kept.host is None:
+        self._leaving.append(storage)
+        if storage.host is None:
             with marked("offload"):
-                kept.host = self._copies.host_buffer(kept.nbytes)
-                kept.pending = self._copies.copy(storage_bytes(kept.original), kept.host)
-            self.counters.out[kept.label] += 1
-            self.counters.out_bytes[kept.label] += kept.nbytes
+                storage.host = self._copies.host_buffer(storage.nbytes)
+                storage.pending = self._copies.copy(storage_bytes(storage.original), storage.host)
+            self.counters.out[storage.label] += 1
+            self.counters.out_bytes[storage.label] += storage.nbytes
 
     def ended(self, call: BlockCall) -> None:
         """Release the originals of tensors that were moved, but of those that `call` saved, too."""
-        for kept in self._leaving:
-            kept.wait()
-            if call.number not in kept.calls:
-                kept.release()
+        for storage in self._leaving:
+            storage.wait()
+            if call.number not in storage.calls:
+                storage.release()
         self._leaving.clear()
 
     # backward
@@ -392,43 +392,43 @@ class InputStore:
             return ref.tensor
         self._fetch(ref.storage, late=True)
         ref.storage.wait()
-        assert ref.storage.here is not None
-        return ref.over(ref.storage.here)
+        assert ref.storage.on_device is not None
+        return ref.over(ref.storage.on_device)
 
     def reach(self, call: BlockCall) -> None:
         """Bring back the tensors of `call`, which backward has reached, and of calls before it."""
-        if self._watch.began():
+        if self._backward.began():
             self.end_backward()
         if call.number in self._reached:
             return
         self._reached.add(call.number)
         needed = {n for n in self._calls if n not in self._reached or n == call.number}
-        self._drop([kept for kept in self._fetched if not kept.calls & needed])
-        for kept in call.kept:
-            self._fetch(kept, late=True)
+        self._drop([storage for storage in self._fetched if not storage.calls & needed])
+        for storage in call.live_storages:
+            self._fetch(storage, late=True)
         before = sorted((n for n in self._calls if n < call.number), reverse=True)
         for number in before[: self._ahead]:
             ahead = self._calls.get(number)  # its graph may just have been dropped
-            for kept in ahead.kept if ahead is not None else ():
-                self._fetch(kept, late=False)
+            for storage in ahead.live_storages if ahead is not None else ():
+                self._fetch(storage, late=False)
 
-    def _fetch(self, kept: OffloadedStorage, *, late: bool) -> None:
+    def _fetch(self, storage: OffloadedStorage, *, late: bool) -> None:
         """Start to bring back a storage that is not on the device."""
-        if kept.here is not None:
+        if storage.on_device is not None:
             return
-        assert kept.host is not None
+        assert storage.host is not None
         with marked("offload"):
-            kept.fetched = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-            kept.pending = self._copies.copy(kept.host, kept.fetched)
-        self._fetched.add(kept)
-        self.counters.back[kept.label] += 1
+            storage.fetched = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
+            storage.pending = self._copies.copy(storage.host, storage.fetched)
+        self._fetched.add(storage)
+        self.counters.back[storage.label] += 1
         self.counters.late += late
 
     def _drop(self, storages: Sequence[OffloadedStorage]) -> None:
-        for kept in storages:
-            kept.wait()
-            kept.fetched = None
-            self._fetched.discard(kept)
+        for storage in storages:
+            storage.wait()
+            storage.fetched = None
+            self._fetched.discard(storage)
 
     def end_backward(self) -> None:
         """Release every fetched copy."""

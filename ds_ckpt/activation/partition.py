@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_ckpt.activation.fingerprints import checksum
 from ds_ckpt.activation.offload import (
-    BackwardWatch,
+    BackwardTracker,
     BlockCall,
     InPlaceRef,
     InputStore,
@@ -82,9 +82,9 @@ class Shard(SavedStorage):
 class ShardedRef(TensorView):
     """Reference of a graph to an argument of a block, which may be split."""
 
-    def __init__(self, tensor: Tensor, kept: Shard | OffloadedRef | InPlaceRef) -> None:
+    def __init__(self, tensor: Tensor, content: Shard | OffloadedRef | InPlaceRef) -> None:
         super().__init__(tensor)
-        self.kept = kept
+        self.content = content
 
 
 class Partition:
@@ -122,7 +122,7 @@ class Partition:
         self._reached: set[int] = set()
         self._here: list[Shard] = []
         """Gathered shards."""
-        self._watch = BackwardWatch(self._end_backward)
+        self._backward = BackwardTracker(self._end_backward)
 
     def begin(self, label: str) -> None:
         """Start a call of block `label`."""
@@ -194,16 +194,16 @@ class Partition:
     def unpack(self, ref: ShardedRef, call: BlockCall) -> Tensor:
         """Return a tensor of `call`, on the device. Collective at its first tensor."""
         self._reach(call)
-        if not isinstance(ref.kept, Shard):
-            return self._store.unpack(ref.kept, call)
-        self._gather(ref.kept, late=True)
-        ref.kept.wait()
-        assert ref.kept.joined is not None
-        return ref.over(ref.kept.joined)
+        if not isinstance(ref.content, Shard):
+            return self._store.unpack(ref.content, call)
+        self._gather(ref.content, late=True)
+        ref.content.wait()
+        assert ref.content.joined is not None
+        return ref.over(ref.content.joined)
 
     def _reach(self, call: BlockCall) -> None:
         """Gather the tensors of `call`, which backward has reached, and of calls before it."""
-        began = self._watch.began()
+        began = self._backward.began()
         if began:
             self._end_backward()
         if call.number in self._reached:

@@ -114,11 +114,13 @@ def put_on(
 
 
 def device_bytes(store: InputStore) -> int:
-    return sum(kept.nbytes for kept in store._storages.values() if kept.here is not None)
+    return sum(
+        storage.nbytes for storage in store._storages.values() if storage.on_device is not None
+    )
 
 
 def host_bytes(store: InputStore) -> int:
-    return sum(kept.nbytes for kept in store._storages.values() if kept.host is not None)
+    return sum(storage.nbytes for storage in store._storages.values() if storage.host is not None)
 
 
 def nothing_left(store: InputStore) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
-from ds_ckpt.activation.inputs import CheckpointedInputs, Keeping, build_inputs
+from ds_ckpt.activation.inputs import CheckpointedInputs, InputConfig, build_inputs
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
@@ -306,25 +306,27 @@ class StepTrace(MemoryTracker):
         self,
         forward: Callable[[], Any],
         units: Sequence[Unit] | None,
-        keeping: Keeping | None = None,
+        inputs: InputConfig | None = None,
     ) -> StepTrace:
         """Run forward and backward on tensors of any kind, and count what is alive at once.
 
         That is activations, their gradients, temporaries, and the gradient of one weight at a time.
         Backward begins at the result's `loss`, else at all of its tensors. Offload is that of
-        `keeping` and of the units; nothing is split.
+        `inputs` and of the units; nothing is split.
         """
-        put = inputs = None
+        checkpointing = hooks = None
         if units is not None:
-            inputs = build_inputs(
-                (keeping or Keeping()).model_copy(update={"partition": False}),
+            hooks = build_inputs(
+                (inputs or InputConfig()).model_copy(update={"partition": False}),
                 self._model,
                 units,
                 next((p.device for p in self._model.parameters()), torch.device("cpu")),
                 make_store=functools.partial(_TracedStore, self.saved),
             )
-            scopes, around = [self.where.recomputing], functools.partial(self._around, inputs)
-            put = CheckpointedBlocks(self._model, scopes=scopes, units=units, around=around)
+            scopes, around = [self.where.recomputing], functools.partial(self._around, hooks)
+            checkpointing = CheckpointedBlocks(
+                self._model, scopes=scopes, units=units, around=around
+            )
         try:
             with gradients_dropped(self._model), self:
                 with self.saved:
@@ -334,29 +336,29 @@ class StepTrace(MemoryTracker):
                 roots = [t for t in leaves if t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         finally:
-            if put is not None:
-                put.remove()
-        self.offloaded_bytes = inputs.store.counters.out_bytes.total() if inputs else 0
+            if checkpointing is not None:
+                checkpointing.remove()
+        self.offloaded_bytes = hooks.store.counters.out_bytes.total() if hooks else 0
         return self
 
     def _around(
         self,
-        inputs: CheckpointedInputs | None,
+        hooks: CheckpointedInputs | None,
         label: str,
         checkpointed: Callable[..., Any] | None,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if inputs is None:
+        if hooks is None:
             return self.where.around(label, checkpointed, function, args, kwargs)
         if checkpointed is None:
-            return inputs.around(label, None, function, args, kwargs)
+            return hooks.around(label, None, function, args, kwargs)
 
-        def with_inputs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return inputs.around(label, checkpointed, function, args, kwargs)
+        def hooked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return hooks.around(label, checkpointed, function, args, kwargs)
 
-        return self.where.around(label, with_inputs, function, args, kwargs)
+        return self.where.around(label, hooked, function, args, kwargs)
 
     def _ran(self, operator: Operator) -> None:
         if not launches(operator.func):
@@ -405,7 +407,7 @@ def simulate(
     units: Sequence[Unit],
     *,
     device: torch.device | None = None,
-    keeping: Keeping | None = None,
+    inputs: InputConfig | None = None,
 ) -> StepTrace:
     """Trace one step of a fake copy of the model; see `StepTrace.run`."""
     with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
@@ -414,7 +416,7 @@ def simulate(
             replace(unit, blocks=tuple(Block(b.name, parts[b.name]) for b in unit.blocks))
             for unit in units
         ]
-        return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy, keeping)
+        return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy, inputs)
 
 
 @contextmanager
