@@ -22,8 +22,8 @@ class CheckpointedInputs:
     """Saved-tensor hooks around the calls of one model's units.
 
     `partition` splits the arguments of blocks over a group; `store` keeps the tensors. Tensors of
-    one recomputation are moved together. Without `keeps_inputs`, those of recomputations are left
-    to autograd.
+    one recomputation are moved together. Without `keeps_inputs`, autograd keeps the inputs of
+    recomputations.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CheckpointedInputs:
     ) -> Any:
         """Return `checkpointed(function, *args, **kwargs)` of a block and keep what it saves.
 
-        `checkpointed` is None if the block is not recomputed. A block inside a block is left
-        alone: the outer call keeps its tensors, or makes them again.
+        `checkpointed` is None if the block is not recomputed. A block inside a block has no hooks:
+        the outer call keeps its tensors, or makes them again.
         """
         enter = checkpointed or _plainly
         if getattr(self._local, "inside", False):

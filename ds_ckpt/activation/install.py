@@ -35,8 +35,8 @@ class CheckpointedBlocks:
     `patterns` is short for `Policy(modules=patterns)`; `units` replaces the policy's. `scopes` are
     entered around every recomputation, `trackers` hold random states beside torch's own. `around`
     is called instead of every unit's call: saved-tensor hooks that it enters see only what the call
-    keeps for its recomputation, or all that an offloaded block saves. Checkpointing that is on the
-    model is replaced. An error leaves the model as it was without.
+    keeps for its recomputation, or all that an offloaded block saves. Earlier checkpointing of the
+    model is removed. After an error the model has none.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class CheckpointedBlocks:
             if hasattr(module, "gradient_checkpointing"):
                 before: Any = module.gradient_checkpointing
                 if before is True:
-                    _ignored()
+                    _ignore_request()
                 is_owner = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
                 flag = _OwnerFlag(before) if is_owner else False
                 self._patches.set(module, "gradient_checkpointing", flag)
                 self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
             if hasattr(module, "_set_gradient_checkpointing"):
                 # transformers' enable and disable end in it
-                self._patches.set_method(module, "_set_gradient_checkpointing", _ignored)
+                self._patches.set_method(module, "_set_gradient_checkpointing", _ignore_request)
 
     def describe(self) -> str:
         """Describe the blocks in a few words."""
@@ -179,11 +179,11 @@ class _Run:
 
 
 class _OwnerFlag:
-    """Transformers' flag on a model that owns layers: true while autograd records.
+    """`gradient_checkpointing` of a transformers model with layers: true while autograd records.
 
-    Such a model leaves its key-value cache out if the flag is set in training mode. `generate`, and
-    a forward with `use_cache=True` under `no_grad`, need the cache. Copies of a model get the flag
-    that it had before.
+    In training mode such a model drops its key-value cache if the flag is true. `generate`, and a
+    forward with `use_cache=True` under `no_grad`, need the cache. Copies of a model get the former
+    flag.
     """
 
     def __init__(self, before: Any) -> None:
@@ -207,8 +207,8 @@ def _warn_once(words: str) -> None:
         log.warning("ds_ckpt: %s", words)
 
 
-def _ignored(*_: Any, **__: Any) -> None:
-    """Replace the switch of transformers."""
+def _ignore_request(*_: Any, **__: Any) -> None:
+    """Replace transformers' `_set_gradient_checkpointing`."""
     _warn_once(
         "the policy takes over transformers' checkpointing: requests to switch it on or off, and "
         "their arguments, change nothing"

@@ -1,12 +1,12 @@
-"""Keep tensors of blocks in host memory: inputs until their recomputation, or all until backward.
+"""Offloads tensors of blocks to host memory: inputs until recomputation, or all until backward.
 
 When a call starts, tensors of the call before it are copied to host memory on a side stream, and
 the device memory is released before the new call ends. Backward brings back the tensors of earlier
 calls ahead of their use. The last call's tensors stay on the device.
 
-The autograd graph owns the tensors: each is released when its graph node is. Both ends of a copy
-are referenced until it was waited for. Pinned host memory comes from torch's allocator, which waits
-for copies by itself.
+The autograd graph owns the tensors: each is released when its graph node is. Source and target of
+a copy are referenced until the wait for it. Pinned host memory comes from torch's allocator, which
+waits for copies by itself.
 """
 
 from __future__ import annotations
@@ -109,16 +109,13 @@ class SavedStorage:
         self.calls: set[int] = set()
         self.pending: Wait | None = None
 
-    def __del__(self) -> None:
-        """Give memory back behind the copy that uses it."""
-        if self.pending is not None:
-            self.pending()
-
     def wait(self) -> None:
         """Order later work of the compute stream after the pending operation."""
         if self.pending is not None:
             self.pending()
             self.pending = None
+
+    __del__ = wait  # memory is released behind the copy that uses it
 
 
 class OffloadedStorage(SavedStorage):
@@ -343,7 +340,7 @@ class InputStore:
         return self._last() if self._last is not None else None
 
     def started(self, call: BlockCall) -> None:
-        """Start to move the tensors of the call before `call`, which may have saved some itself."""
+        """Start to move the tensors of the call before `call`, except those that both keep."""
         earlier = self.last
         if earlier is not None and earlier.moves and earlier is not call:
             for storage in earlier.live_storages:
@@ -364,7 +361,7 @@ class InputStore:
             self.counters.out_bytes[storage.label] += storage.nbytes
 
     def ended(self, call: BlockCall) -> None:
-        """Release the originals of tensors that were moved, but of those that `call` saved, too."""
+        """Release the originals of moved tensors, except those that `call` has saved too."""
         for storage in self._leaving:
             storage.wait()
             if call.number not in storage.calls:

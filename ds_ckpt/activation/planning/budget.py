@@ -36,9 +36,9 @@ BudgetOf = Literal["activations", "accelerator"]
 class Candidate:
     """A way to treat a block; `save_ops` is None if it is not recomputed.
 
-    `held` waits for backward; of a block that `offloads`, in host memory. `full` is there while the
-    block's backward runs: `held`, and the tensors that its largest recompute makes again. The other
-    fields are costs of its recomputes.
+    `held` is kept until backward, in host memory if the block `offloads`. `full` exists while the
+    block's backward runs: `held`, and the tensors of its largest recomputation. The other fields
+    are costs of its recomputations.
     """
 
     save_ops: tuple[str, ...] | None
@@ -195,7 +195,7 @@ class Allowance:
     """A budget; `resident` are bytes beside activations, for budgets of the accelerator.
 
     With `offload`, inputs from `min_bytes` on go to host memory, and return `prefetch` calls ahead.
-    `host_bytes` of host memory may hold what blocks save that are not recomputed; 0: none may go.
+    `host_bytes` is the host memory for blocks that are not recomputed; 0: none is offloaded.
     `micro_batch` is for messages; 0 if not known.
     """
 
@@ -243,7 +243,7 @@ class Planner:
         return self._written(allowance, choice)
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
-        """Return the cheapest plan that fits; UnsupportedError names what would."""
+        """Return the cheapest plan that fits; UnsupportedError names budgets that would."""
         choice: list[int] | None = [0] * len(self._blocks)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
             choice = self._best(allowance, search)
@@ -268,8 +268,8 @@ class Planner:
     ) -> list[int] | None:
         """Return the cheapest choice, or the one of the fewest bytes.
 
-        Offload keeps tensors of several blocks on the device, see `_room`. Each size that they may
-        have is solved by itself, with the options that move no more.
+        Offload keeps tensors of several blocks on the device, see `_room`. Each of their possible
+        sizes is solved by itself, with the options that move no more.
         """
         options, found = self._options(allowance), []
         for stays in sorted({option.moved for block in options for option in block}):
@@ -277,27 +277,26 @@ class Planner:
                 [i for i, o in enumerate(block) if o.moved <= stays and o.cost < math.inf]
                 for block in options
             ]
-            some = [[b[i] for i in indices] for b, indices in zip(options, allowed, strict=True)]
-            choice = solve(some, self._room(allowance, stays))
+            rows = [[b[i] for i in indices] for b, indices in zip(options, allowed, strict=True)]
+            choice = solve(rows, self._room(allowance, stays))
             if choice is not None:
                 choice = [indices[i] for indices, i in zip(allowed, choice, strict=True)]
                 plan = self._written(allowance, choice)
                 cost = plan.needed_bytes if fewest else plan.recompute_s + plan.wait_s
-                whole = sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload")
-                if whole <= allowance.host_bytes:
+                host_bytes = sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload")
+                if host_bytes <= allowance.host_bytes:
                     found.append((cost, choice))
         return min(found)[1] if found else None
 
     def _untreated_bytes(self, allowance: Allowance) -> int:
-        """Bytes needed without recompute: the search counts shared storages as always held."""
+        """Return the bytes without recomputation; the search always counts shared storages."""
         return self.saved_bytes + sum(allowance.resident.values())
 
     def _room(self, allowance: Allowance, stays: int) -> Room:
-        """Room if blocks move at most `stays` bytes each.
+        """Return the room if every block moves at most `stays` bytes.
 
-        On the device are those of the last call that was reached, until the next one is, and of
-        the calls before it, which are coming back; in the forward of the last one and the one
-        before it.
+        In backward these bytes of the current call and of `prefetch` calls before it are on the
+        device, in forward those of the last two calls.
         """
         found = self._found
         head = found.head_bytes + found.bytes_of(self._shared - found.outside)
@@ -305,7 +304,7 @@ class Planner:
         return Room(allowance.budget_bytes, head, found.tail_bytes)
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
-        """The candidates of every block in numbers."""
+        """Return the options of every block, by number of its candidate."""
         surveyed = [
             [self._option(way, self._seconds[number], allowance) for way in ways]
             for number, ways in enumerate(self._surveyed)
@@ -380,7 +379,7 @@ class Planner:
 
 
 def _up(nbytes: int) -> str:
-    """GiB with five digits, rounded up so that what is written is enough."""
+    """Format bytes as GiB with five digits, rounded up."""
     value = nbytes / GIB
     digits = max(2, 4 - math.floor(math.log10(value))) if value > 0 else 2
     return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
@@ -424,7 +423,7 @@ def temporary_bytes(
     *,
     device: torch.device | None = None,
 ) -> int:
-    """Bytes of a step's peak that the plan does not count, from a simulated step."""
+    """Return the bytes of a simulated step's peak that the plan does not count."""
     step = simulate(model, args, kwargs, plan.units(model), device=device)
     counted = plan.needed_bytes - sum(plan.resident.values())
     return max(0, step.peak_bytes - counted)

@@ -1,4 +1,4 @@
-"""Choose an option for each block: all fit, and the least is recomputed. Pure numbers.
+"""Choose the cheapest option of each block within a budget. Pure numbers.
 
 When backward is at block i, it needs what the blocks before i hold, and what block i needs for its
 own backward. With `head` (saved outside of blocks before the last one has ended) and `tail` that is
