@@ -18,26 +18,28 @@ from pathlib import Path
 from typing import Any
 
 STARTUP = Path(__file__).with_name("startup")
-SECTION, REACHED = "PYTHON_DS_CKPT_SECTION", "PYTHON_DS_CKPT_REACHED"
-WAIT_S = "PYTHON_DS_CKPT_WAIT_S"
+SECTION_VARIABLE, CALL_FILE_VARIABLE = "PYTHON_DS_CKPT_SECTION", "PYTHON_DS_CKPT_REACHED"
+WAIT_VARIABLE = "PYTHON_DS_CKPT_WAIT_S"
 log = logging.getLogger("ds_ckpt")
 
-_LOCAL = ("apfs", "btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs")
-_SHARED_AGE_S, _PEERS_AGE_S = 1800.0, 60.0
-"""Least age of a stale lock on other file systems, and in a rank, which may not see its peers."""
+_LOCAL_TYPES = ("apfs", "btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs")
+_SHARED_AGE_S = 1800.0
+"""Minimum age of a stale lock on a shared file system."""
+_PEERS_AGE_S = 60.0
+"""Minimum age for ranks, which may not see each other's compilations."""
 _REPORT_AFTER = 5
 
 
-def with_plugin(base: Mapping[str, str], section: Any, reached: Path) -> dict[str, str]:
+def with_plugin(base: Mapping[str, str], section: Any, call_file: Path) -> dict[str, str]:
     """Return an environment in which every Python process has the plugin.
 
-    `section` is added to configurations that have none. Processes on this node create the file
-    `reached` when they call `deepspeed.initialize`.
+    `section` is added to configurations that have none. Processes on this node create `call_file`
+    when they call `deepspeed.initialize`.
     """
     path = os.pathsep.join(filter(None, [str(STARTUP), base.get("PYTHONPATH")]))
-    added = {"PYTHONPATH": path, REACHED: str(reached)}
+    added = {"PYTHONPATH": path, CALL_FILE_VARIABLE: str(call_file)}
     if section is not None:  # pdsh, mpirun and srun take away quotes, blanks or commas
-        added[SECTION] = base64.urlsafe_b64encode(json.dumps(section).encode()).decode()
+        added[SECTION_VARIABLE] = base64.urlsafe_b64encode(json.dumps(section).encode()).decode()
     return {**base, **added}
 
 
@@ -50,9 +52,10 @@ def _compile_locks(variables: Mapping[str, str]) -> list[Path]:
 def stale_locks(
     min_age_s: float = 0.0, variables: Mapping[str, str] = os.environ
 ) -> dict[Path, float]:
-    """Return locks of compilations that were killed, and their times. Torch waits for them forever.
+    """Return the locks that killed compilations have left, with their times of modification.
 
-    While it compiles, torch keeps the file open. On shared file systems the age decides, too.
+    Torch waits for them forever. A running compilation has its lock open. On shared file systems
+    a lock also has to be old.
     """
     locks = _compile_locks(variables)
     if not locks:
@@ -60,18 +63,19 @@ def stale_locks(
     import psutil
 
     time.sleep(0.2)  # a compilation that ends closes the file before it removes it
-    found, held = {}, set[str]()
+    found, open_paths = {}, set[str]()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            held |= {file.path for file in process.open_files()}
+            open_paths |= {file.path for file in process.open_files()}
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     for lock in locks:
         with contextlib.suppress(OSError):
             path, status = lock.resolve(), lock.stat()
-            is_local = next((mounts[p] for p in path.parents if p in mounts), "") in _LOCAL
+            is_local = next((mounts[p] for p in path.parents if p in mounts), "") in _LOCAL_TYPES
+            age_s = time.time() - status.st_mtime
             is_visible = os.geteuid() in (0, status.st_uid)
             least_s = min_age_s if is_local else max(min_age_s, _SHARED_AGE_S)
-            if is_visible and str(path) not in held and time.time() - status.st_mtime >= least_s:
+            if is_visible and str(path) not in open_paths and age_s >= least_s:
                 found[lock] = status.st_mtime
     return found
 
@@ -79,7 +83,7 @@ def stale_locks(
 def clear_stale_locks(
     min_age_s: float = _PEERS_AGE_S, variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Remove stale locks, each with a log line; of a node's ranks only the first one does."""
+    """Remove stale locks, each with a log line, on the first rank of a node."""
     if variables.get("LOCAL_RANK", "0") != "0":
         return
     for lock, created in stale_locks(min_age_s, variables).items():
@@ -91,7 +95,7 @@ def clear_stale_locks(
 
 @contextlib.contextmanager
 def reported_compiling() -> Iterator[None]:
-    """Log compilations of DeepSpeed's operators, which are silent, from a thread."""
+    """Log compilations of DeepSpeed's operators, from a thread: DeepSpeed does not log them."""
     ended = threading.Event()
 
     def report() -> None:

@@ -36,10 +36,11 @@ from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 log = logging.getLogger("ds_ckpt")
 WAIT_S = 120.0
-"""Seconds that a rank waits for the others before it attaches."""
+"""Seconds that a rank waits for the others' settings before it attaches."""
 _IDLE_WAIT_S = 5.0
-"""The same for a rank that has nothing to attach."""
-_meetings = itertools.count()
+"""Seconds that a rank with nothing to attach waits for them."""
+_comparisons = itertools.count()
+"""Numbers of the comparisons of settings, for their keys in torch's store."""
 
 
 def session_of(engine: Any) -> Session | None:
@@ -69,7 +70,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
 
 def _attach(engine: Any, config: PluginConfig, mpu: Any = None) -> Session:
-    _require_all_ranks(config.summary())
+    _require_same_settings(config.summary())
     end_earlier_sessions(engine)
     return Session(engine, config, mpu)
 
@@ -93,7 +94,7 @@ def install() -> None:
     import deepspeed  # noqa: F401
 
     startup = environment.STARTUP / "sitecustomize.py"
-    runpy.run_path(str(startup), run_name="ds_ckpt.startup")["watch"]()
+    runpy.run_path(str(startup), run_name="ds_ckpt.startup")["install"]()
 
 
 def uninstall() -> None:
@@ -109,11 +110,11 @@ def _stock(function: Any) -> Any:
 
 
 def initialize_installed(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stand in for `deepspeed.initialize`; called by the start-up code that replaced it."""
+    """Replace `deepspeed.initialize`; called by the start-up code."""
     try:
         return _initialize(stock, args, kwargs)
     except (ConfigError, UnsupportedError) as error:
-        if environment.REACHED not in os.environ:
+        if environment.CALL_FILE_VARIABLE not in os.environ:
             raise
         raise SystemExit(str(error)) from None  # under `ds-ckpt exec`
 
@@ -123,10 +124,10 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         bound = inspect.signature(stock).bind(*args, **kwargs)
     except TypeError:
         return stock(*args, **kwargs)  # raises DeepSpeed's own error
-    is_exec = environment.REACHED in os.environ
+    is_exec = environment.CALL_FILE_VARIABLE in os.environ
     if is_exec:
         with contextlib.suppress(OSError):  # on another node
-            Path(os.environ[environment.REACHED]).touch()
+            Path(os.environ[environment.CALL_FILE_VARIABLE]).touch()
     environment.clear_stale_locks()
     raw = _with_section(bound.arguments)
     # errors come before ranks connect and memory is allocated
@@ -149,24 +150,25 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return result
     else:
         why = "this engine has no optimizer (inference)"
-    _require_all_ranks("")
+    _require_same_settings("")
     if dist.get_rank() == 0:
         ensure_log_handler()
         log.warning("ds_ckpt: %s: plain DeepSpeed", why)
     return result
 
 
-def _require_all_ranks(summary: str) -> None:
-    """Raise on every rank if one has no plugin or other settings, before anything waits for it.
+def _require_same_settings(summary: str) -> None:
+    """Raise UnsupportedError on every rank if one has no plugin or other settings. Collective.
 
-    What follows an attach is collective. A rank with nothing to attach has no summary: it waits
-    briefly, and raises only if another one attaches.
+    Attaching is collective: without this check, ranks would wait forever for one that does not
+    attach. A rank with nothing to attach has no summary. It waits briefly, and raises only if
+    another one attaches.
     """
-    number, world = next(_meetings), dist.get_world_size()
+    number, world = next(_comparisons), dist.get_world_size()
     store: Any = dist.distributed_c10d._get_default_store()
     if world == 1 or store is None:  # MPI's process groups have none
         return
-    limit_s = float(os.environ.get(environment.WAIT_S, WAIT_S)) if summary else _IDLE_WAIT_S
+    limit_s = float(os.environ.get(environment.WAIT_VARIABLE, WAIT_S)) if summary else _IDLE_WAIT_S
     keys = [f"ds_ckpt/{number}/{peer}" for peer in range(world)]
     store.set(keys[dist.get_rank()], summary or "plain DeepSpeed")
     try:
@@ -193,22 +195,22 @@ def _with_section(given: dict[str, Any]) -> dict[str, Any] | None:
 
     The section of `ds-ckpt exec --section` is added to one that has none, in `given`.
     """
-    encoded, args = os.environ.get(environment.SECTION), given.get("args")
+    encoded, args = os.environ.get(environment.SECTION_VARIABLE), given.get("args")
     key = next((k for k in ("config", "config_params") if given.get(k) is not None), "args")
     source = getattr(args, "deepspeed_config", None) if key == "args" else given[key]
-    whole = _read(source)
-    if encoded is None or whole is None:
-        return whole
-    if whole.get("ds_ckpt") is not None:
+    config = _read(source)
+    if encoded is None or config is None:
+        return config
+    if config.get("ds_ckpt") is not None:
         if os.environ.get("RANK", "0") == "0":
             log.warning("ds_ckpt: the configuration has a section of its own; --section is unused")
-        return whole
-    whole["ds_ckpt"] = json.loads(base64.urlsafe_b64decode(encoded))
+        return config
+    config["ds_ckpt"] = json.loads(base64.urlsafe_b64decode(encoded))
     if key == "args":
         given["args"] = copy.copy(args)  # DeepSpeed refuses a configuration in two places
         given["args"].deepspeed_config = None
-    given["config"], given["config_params"] = whole, None
-    return whole
+    given["config"], given["config_params"] = config, None
+    return config
 
 
 def _read(source: Any) -> dict[str, Any] | None:

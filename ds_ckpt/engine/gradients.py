@@ -15,7 +15,7 @@ from ds_ckpt.engine.guard import ErrorSampler, Guard, gradient_norm
 from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.assignment import LEFT, UNCOMPRESSED, Assignment
+from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -51,9 +51,9 @@ class Gradients:
         group = engine.optimizer.dp_process_group
         self.groups = groups = make_groups(group, settings.levels)
         choose = settings.choose(embeddings, groups.local)
-        ours = {name for name, _ in sizes}
-        left = _shapes(engine, [(n, p) for n, p in trained(engine) if n not in ours])
-        self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, left)
+        names = {name for name, _ in sizes}
+        others = _shapes(engine, [(n, p) for n, p in trained(engine) if n not in names])
+        self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, others)
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
         self._exchanges_once = managed and settings.holds_back(engine.gradient_accumulation_steps())
         self.feedback = settings.residuals(dist.get_rank(group), holds=self._exchanges_once)
@@ -90,8 +90,8 @@ class Gradients:
         """Return the times and errors of the last step."""
         seconds, norm = self.step.exchange.timings.seconds, gradient_norm(self._engine)
         exchanges = 1 if self._exchanges_once else self._engine.gradient_accumulation_steps()
-        own_part = exchanges * (self.groups.world - 1) / self.groups.world / self.groups.local
-        saved_bytes = own_part * (self.assignment.dense_bytes - self.assignment.sent_bytes)
+        sent_share = exchanges * (self.groups.world - 1) / self.groups.world / self.groups.local
+        saved_bytes = sent_share * (self.assignment.dense_bytes - self.assignment.sent_bytes)
         about = (self.sampler.latest, norm, self.step.is_compressing, saved_bytes)
         return ExchangeSample(dict(seconds), *about)
 
@@ -125,7 +125,7 @@ class Gradients:
         if not value or why_not_corrected(optimizer) or self.step.exchange.world == 1:
             return
         groups = parameter_groups(optimizer, {p.ds_id: name for name, p in trained(self._engine)})
-        tensors = [t for t in self.assignment.tensors if t.how not in (UNCOMPRESSED, LEFT)]
+        tensors = [t for t in self.assignment.tensors if t.how not in (UNCOMPRESSED, BY_DEEPSPEED)]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, {groups[t.name] for t in tensors})  # slices may differ
         delayed = set[int]().union(*every)
@@ -197,5 +197,5 @@ def residual_files(engine: Any, method: str, gradients: Gradients | None) -> Res
         world=dist.get_world_size(group),
         peers=gradients.groups.peers if gradients else (),
         step=gradients.step if gradients else None,
-        part=f"mp{optimizer.model_parallel_rank:02d}of{slices:02d}" if slices > 1 else "",
+        model_slice=f"mp{optimizer.model_parallel_rank:02d}of{slices:02d}" if slices > 1 else "",
     )

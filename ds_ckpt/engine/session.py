@@ -40,8 +40,8 @@ from ds_ckpt.zero3.gradient import GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
-_attached: weakref.WeakSet[Session] = weakref.WeakSet()
-"""DeepSpeed destroys an engine that is collected, and that detaches its session."""
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Attached sessions. DeepSpeed destroys an engine that is collected, which detaches its session."""
 
 
 class Session:
@@ -75,7 +75,7 @@ class Session:
         except BaseException:
             self.detach()
             raise
-        _attached.add(self)
+        _sessions.add(self)
         self.summary = self._describe()
         if dist.get_rank() == 0:
             ensure_log_handler()
@@ -93,8 +93,8 @@ class Session:
             required = "partition" in config.activation.model_fields_set
             self._group = find_group(engine, mpu, self.counters, required=required)
             if self._group is None:
-                whole = config.activation.model_copy(update={"partition": False})
-                self.config = config = config.model_copy(update={"activation": whole})
+                unsplit = config.activation.model_copy(update={"partition": False})
+                self.config = config = config.model_copy(update={"activation": unsplit})
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
             held = self.exchange.resident_bytes if self.exchange else dict
@@ -241,8 +241,8 @@ class Session:
         self._patches.set(engine, ATTRIBUTE, self)
 
     def detach(self) -> None:
-        """Restore DeepSpeed, the engine and the model, also if one part raises. Residuals go."""
-        _attached.discard(self)
+        """Restore DeepSpeed, the engine and the model, also if one part raises; drop residuals."""
+        _sessions.discard(self)
         self._detach.callback(self._patches.undo)
         try:
             self._detach.close()
@@ -312,7 +312,7 @@ def end_earlier_sessions(engine: Any) -> None:
     sessions would checkpoint the same blocks.
     """
     params = set(engine.module.parameters())
-    for session in list(_attached):
+    for session in list(_sessions):
         if session.engine is engine or params.isdisjoint(session.engine.module.parameters()):
             continue
         session.detach()

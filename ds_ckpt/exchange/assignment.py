@@ -12,7 +12,7 @@ from ds_ckpt.compression.base import Compressor
 from ds_ckpt.exchange.rules import Choose
 
 UNCOMPRESSED = "uncompressed"
-LEFT = "left to DeepSpeed, as another process group shards them,"
+BY_DEEPSPEED = "left to DeepSpeed, as another process group shards them,"
 
 
 def describe(compressor: Compressor | None) -> str:
@@ -47,21 +47,21 @@ class Assignment:
         shapes: Iterable[tuple[str, torch.Size, int]],
         world: int,
         local: int = 1,
-        left: Iterable[tuple[str, torch.Size, int]] = (),
+        by_deepspeed: Iterable[tuple[str, torch.Size, int]] = (),
     ) -> Assignment:
         """Assign compressors to parameters, given as (name, shape, bytes of an element).
 
         `world` are the ranks that exchange (nodes, with two levels), `local` the ranks of a node
-        that divide each gradient among them; DeepSpeed reduces those that are `left`.
+        that divide each gradient among them. DeepSpeed reduces those in `by_deepspeed`.
         """
         tensors = []
         for name, shape, itemsize in shapes:
             compressor, dense = choose(name, shape), shape.numel() * itemsize
             sent = dense if compressor is None else compressor.sent_bytes(shape, world, local)
             tensors.append(AssignedTensor(name, tuple(shape), describe(compressor), dense, sent))
-        for name, shape, itemsize in left:
+        for name, shape, itemsize in by_deepspeed:
             dense = shape.numel() * itemsize
-            tensors.append(AssignedTensor(name, tuple(shape), LEFT, dense, dense))
+            tensors.append(AssignedTensor(name, tuple(shape), BY_DEEPSPEED, dense, dense))
         return cls(tuple(tensors))
 
     @property

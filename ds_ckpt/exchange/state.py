@@ -5,8 +5,8 @@ sum over ranks of every entry: residuals are in units of the averaged gradient, 
 training has not delivered yet, whatever the number of ranks. With two levels, another world size or
 another division over nodes starts residuals at zero, with a warning.
 
-With tensor parallelism each slice of the model has files of its own, `mp00of02` in their names: one
-name then means other entries. Another number of slices is refused.
+With tensor parallelism each slice of the model has its own files, with `mp00of02` in their names:
+slices have different entries under one parameter name. Another number of slices is refused.
 
 A file is safetensors with a digest (`sealed.py`). Tensors: `residual/NAME` as it is kept (fp32,
 bf16 or int8), `scales/NAME` with int8, and `PART/KEY` of other state. Metadata: `format`, `method`,
@@ -48,7 +48,7 @@ FORMAT = "3"
 _RESIDUAL, _SCALES = "residual/", "scales/"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
 _UNFINISHED = "ds_ckpt_residuals_*.unfinished"
-_PATTERN = "ds_ckpt_residuals_{part}{process:05d}_of_{world:05d}.safetensors.model_states.pt"
+_PATTERN = "ds_ckpt_residuals_{prefix}{process:05d}_of_{world:05d}.safetensors.model_states.pt"
 _NAME = re.compile(r"ds_ckpt_residuals_(?:(mp\d+of\d+)_)?(\d+)_of_(\d+)\.safetensors.*")
 _WHY = "residuals of all ranks are needed: their sum is not delivered yet"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
@@ -80,7 +80,7 @@ class SavedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        rank, self.world, part = *_place(path), _slice(path)
+        (rank, self.world), model_slice = _place(path), _slice_of(path)
         try:
             self._file = SealedFile(path)
             metadata = self._file.metadata
@@ -92,7 +92,7 @@ class SavedFile:
             self._values: dict[str, dict[str, Any]] = about.get("values", {})
             if (about.get("process", rank), about.get("world", self.world)) != (rank, self.world):
                 raise DamagedError("the file of another rank")
-            if about.get("slice", "") != part:
+            if about.get("slice", "") != model_slice:
                 raise DamagedError(f"the file of slice {about.get('slice')!r} under this name")
         except (ValueError, TypeError, AttributeError) as error:
             raise _refused(path, str(error)) from error
@@ -130,7 +130,8 @@ class ResidualFiles:
 
     A checkpoint of another `method` or other `numels` (by parameter) is refused. `feedback` is None
     if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
-    there cover; empty with one level. `part` is the slice of the model, "" for all of it.
+    there cover; empty with one level. `model_slice` is this
+    rank's slice of the model as in the file's name, "" for all of it.
     """
 
     what = "residuals"
@@ -148,9 +149,9 @@ class ResidualFiles:
         world: int,
         peers: Sequence[tuple[int, ...]] = (),
         step: Stateful | None = None,
-        part: str = "",
+        model_slice: str = "",
     ) -> None:
-        self._part = part
+        self._slice = model_slice
         self._feedback = feedback
         self._method = method
         self._numels = numels
@@ -191,10 +192,10 @@ class ResidualFiles:
                     values.setdefault(part, {})[key] = value
         place = {"process": self._dp_rank, "world": self._world}
         members = self._members(self._dp_rank)
-        about: dict[str, Any] = {**place, "slice": self._part, "steps": self._feedback.steps}
+        about: dict[str, Any] = {**place, "slice": self._slice, "steps": self._feedback.steps}
         about |= {"members": members, "values": values}
         metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
-        write(folder / _name(self._part, **place), tensors, metadata)
+        write(folder / _name(self._slice, **place), tensors, metadata)
 
     def read(self, folder: Path) -> Contents | None:
         """Return this rank's part of a checkpoint; None if it has no residuals.
@@ -210,12 +211,14 @@ class ResidualFiles:
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
-        slices = {_slice(path) for path in found}
-        if {part[-4:] for part in slices} != {self._part[-4:]} or self._part not in slices:
+        slices = {_slice_of(path) for path in found}
+        counts = {name[-4:] for name in slices}  # "of02"
+        if counts != {self._slice[-4:]} or self._slice not in slices:
             what = f"residuals of model slices {', '.join(sorted(slices)) or 'none'}"
             remedy = "restore the files of one save, use its tensor-parallel size"
-            raise _refused(folder, what, f"this rank holds {self._part or 'whole tensors'}", remedy)
-        paths = _complete(folder, [path for path in found if _slice(path) == self._part])
+            why = f"this rank holds {self._slice or 'whole tensors'}"
+            raise _refused(folder, what, why, remedy)
+        paths = _complete(folder, [path for path in found if _slice_of(path) == self._slice])
         first = self._fitting(paths[0])
         is_same = self._is_same_world(paths, first)
         mine = paths[self._dp_rank :: self._world]  # every file is checked by one rank
@@ -293,13 +296,13 @@ class ResidualFiles:
         """Warn that residuals are dropped: this run is plain DeepSpeed, or sends everything."""
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
-            own = [path for path in found if _slice(path) == self._part]
+            own = [path for path in found if _slice_of(path) == self._slice]
             found = [path for path in own if self._fitting(path).names]
         if found:
             self._warn(f"%s holds residuals; method {self._method} drops them", folder)
 
     def _warn(self, message: str, folder: Path) -> None:
-        if self._dp_rank == 0 and self._part[:4] in ("", "mp00"):
+        if self._dp_rank == 0 and self._slice[:4] in ("", "mp00"):
             log.warning(f"ds_ckpt: {message}", folder)
 
 
@@ -314,15 +317,16 @@ def _place(path: Path) -> tuple[int, int]:
     return int(match[2]), int(match[3])
 
 
-def _slice(path: Path) -> str:
+def _slice_of(path: Path) -> str:
     """Return the slice of a file's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return match[1] or ""
 
 
-def _name(part: str, process: int, world: int) -> str:
-    return _PATTERN.format(part=part and f"{part}_", process=process, world=world)
+def _name(model_slice: str, process: int, world: int) -> str:
+    prefix = model_slice and f"{model_slice}_"
+    return _PATTERN.format(prefix=prefix, process=process, world=world)
 
 
 def _complete(folder: Path, found: list[Path]) -> list[Path]:
@@ -330,7 +334,7 @@ def _complete(folder: Path, found: list[Path]) -> list[Path]:
     files = {_place(path): path for path in found}
     worlds = sorted({world for _, world in files})
     places = [(process, worlds[0]) for process in range(worlds[0])]
-    missing = [_name(_slice(found[0]), p, w) for p, w in places if (p, w) not in files]
+    missing = [_name(_slice_of(found[0]), p, w) for p, w in places if (p, w) not in files]
     if missing or len(worlds) > 1:
         what = f"residuals of {len(found)} ranks, worlds {worlds}"
         what += f", without {', '.join(missing)}" if missing else ""

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Start-up code of every Python under `ds-ckpt exec`: adds the plugin to `deepspeed.initialize`.
 
-Pythons of other environments run this file, too: it imports `sys` only. Nothing else may be in this
-folder, which is first on PYTHONPATH, because it would hide modules of the user.
+Pythons of other environments run this file, too, so it imports only `sys`. This folder is first on
+PYTHONPATH: another file in it would hide a module of the user.
 """
 
 import sys
@@ -72,8 +72,8 @@ class DsCkptFinder:
         return spec
 
 
-def watch():
-    """Act on the modules that are imported, and on the others when they will be."""
+def install():
+    """Patch the modules in `_AFTER`: imported ones now, the others once they are imported."""
     for name in _AFTER.keys() & sys.modules.keys():
         _AFTER[name](sys.modules[name])
     if all(type(finder).__name__ != "DsCkptFinder" for finder in sys.meta_path):
@@ -81,7 +81,7 @@ def watch():
 
 
 if __name__ == "sitecustomize":
-    watch()
+    install()
     # Python runs one sitecustomize, the first of the path: go on to the next one.
     here = __file__.rpartition("/")[0]
     sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != here]

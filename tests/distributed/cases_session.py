@@ -115,7 +115,7 @@ def unlike_ranks(rank_1: str) -> dict[str, Any]:
     model, message = models.build("llama"), ""
     start_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(environment.WAIT_S, "0.5")
+        patch.setenv(environment.WAIT_VARIABLE, "0.5")
         try:
             initialize(model=model, model_parameters=model.parameters(), config=config)
         except ds_ckpt.UnsupportedError as error:

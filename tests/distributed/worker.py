@@ -132,7 +132,7 @@ def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
         try:
             fresh()
             # ranks that a case ended apart meet again in the next one
-            entry._meetings = itertools.count(1000 * number)
+            entry._comparisons = itertools.count(1000 * number)
             gc.freeze()  # modules and caches: the next collections need not look at them
             module, _, name = case.partition(":")
             result = getattr(importlib.import_module(module), name)(*args, **kwargs)

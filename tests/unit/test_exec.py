@@ -135,8 +135,8 @@ def test_the_section_reaches_every_configuration(
 ) -> None:
     variables = environment.with_plugin({}, SECTION, Path("x"))
     assert all(name.startswith("PYTHON") for name in variables)
-    assert not set("\"' ,;$") & set(variables[environment.SECTION])
-    monkeypatch.setenv(environment.SECTION, variables[environment.SECTION])
+    assert not set("\"' ,;$") & set(variables[environment.SECTION_VARIABLE])
+    monkeypatch.setenv(environment.SECTION_VARIABLE, variables[environment.SECTION_VARIABLE])
     file = tmp_path / "c.json"
     file.write_text("# a comment\n" * (way == "comments") + json.dumps(PLAIN))
     sources = {"args": str(file), "file": str(file), "comments": str(file)}
@@ -157,7 +157,7 @@ def test_a_configuration_with_a_section_keeps_it_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     variables = environment.with_plugin({}, SECTION, Path("x"))
-    monkeypatch.setenv(environment.SECTION, variables[environment.SECTION])
+    monkeypatch.setenv(environment.SECTION_VARIABLE, variables[environment.SECTION_VARIABLE])
     given = {"config": {**PLAIN, "ds_ckpt": {}}}
     assert entry._with_section(given) == given["config"] == {**PLAIN, "ds_ckpt": {}}
     assert "--section is unused" in caplog.text

@@ -219,19 +219,19 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(tmp_pa
 
 
 def test_slices_of_tensor_parallel_ranks_have_their_own_files(tmp_path: Path) -> None:
-    slices = [Processes(2, part=f"mp0{part}of02") for part in range(2)]
+    slices = [Processes(2, model_slice=f"mp0{part}of02") for part in range(2)]
     for seed, saved in enumerate(slices):
         saved.train(2, seed)
         for files in saved.files:
             files.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     for saved in slices:
-        resumed = Processes(2, part=saved.files[0]._part)
+        resumed = Processes(2, model_slice=saved.files[0]._slice)
         resumed.load(tmp_path)
         assert resumed.bits() == saved.bits()
     for part, words in (("", "whole tensors"), ("mp00of04", "holds mp00of04")):
         with pytest.raises(StateError, match=f"mp00of02, mp01of02[\\s\\S]*{words}"):
-            Processes(2, part=part).load(tmp_path)
+            Processes(2, model_slice=part).load(tmp_path)
     slices[0].files[0].clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
