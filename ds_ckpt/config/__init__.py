@@ -35,18 +35,18 @@ AUTO: Mapping[str, Any] = {
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """Return a file's JSON object with the section "auto" filled in; ConfigError if it has none."""
+    """Return a file's JSON object with the section "auto" filled in; ConfigError as `load`."""
     return _filled_in(load.load_file(path))
 
 
 def _filled_in(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace the section "auto" by its parts that DeepSpeed's settings allow."""
+    """Replace the section "auto" by the parts of `AUTO` that DeepSpeed's settings allow."""
     if not is_auto(config.get("ds_ckpt")):
         return config
     section = {}
     for part, content in AUTO.items():
-        alone = plugin_model().model_validate({part: content})
-        if problem := next(conflicts(alone, config), None):
+        plugin = plugin_model().model_validate({part: content})
+        if problem := next(conflicts(plugin, config), None):
             warn(f'"auto" has no {part}: {problem.where} is {problem.found}')
         else:
             section[part] = content

@@ -33,11 +33,11 @@ class ActivationRuleConfig(_WithPolicy):
     match: Annotated[Name, Expects("a pattern over block names, or indices", '"0-15"')] = Field(
         description='Shell pattern (fnmatch) over block names, or indices from 0: "3", "0-15".'
     )
-    policy: str = Field(description='Policy of these blocks; "none": nothing is done.')
+    policy: str = Field(description='Policy of these blocks; "none": plain execution.')
 
 
 class ActivationConfig(InputConfig, _WithPolicy):
-    """Activation checkpointing: keep few activations, recompute or bring back the others."""
+    """Activation checkpointing: keep few activations, recompute or fetch the others."""
 
     policy: str = Field(
         "none",

@@ -39,8 +39,8 @@ class TelemetryConfig(Section):
 class PluginConfig(Section):
     """The `ds_ckpt` section: activation checkpointing, gradients, weights, telemetry.
 
-    `"ds_ckpt": "auto"` is a whole section: block checkpointing, and 3-bit gradients and resident
-    weights if they shorten the step. A part that DeepSpeed's settings rule out is left out.
+    `"ds_ckpt": "auto"` means block checkpointing, and 3-bit gradients and resident weights if they
+    shorten the step. A part that conflicts with DeepSpeed's settings is left out.
     """
 
     activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")

@@ -35,7 +35,7 @@ def read(
 
 
 def no_object(path: str, raw: object) -> Problem:
-    """Return the problem of a section that is no JSON object."""
+    """Return the problem of a section that is not a JSON object."""
     why = "a section is an object in braces"
     return Problem(path, show(raw), why, "write an object, {}, or remove the key")
 

@@ -244,7 +244,7 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what only a start decides, by the model, the script, the ranks or the nodes."""
+    """Yield conditions that only a start checks: of the model, the script, ranks and nodes."""
     activation, compression, weights = plugin.activation, plugin.compression, plugin.weights
     written = "partition" in activation.model_fields_set
     size = lookup(config, ("tensor_parallel", "autotp_size"))
@@ -256,10 +256,10 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
-        (activation.planned, f"{OURS}.activation", "the first batch shows if a plan fits"),
+        (activation.planned, f"{OURS}.activation", "the first batch decides if a plan fits"),
         (split and written, f"{OURS}.activation.partition", needs),
         (split and not written, f"{DEEPSPEEDS}.partition_activations", f"{needs} or is ignored"),
-        (compression.rules, f"{OURS}.compression.rules", "each has to match parameters"),
+        (compression.rules, f"{OURS}.compression.rules", "each must match parameters"),
         (two_levels, f"{OURS}.compression.exchange.levels", "2 needs nodes of equally many ranks"),
         (weights.resident, f"{OURS}.weights.resident", f"{nodes} equally many ranks, and memory"),
         (lossless, f"{OURS}.weights.deltas", f"{nodes} 16-bit weights"),

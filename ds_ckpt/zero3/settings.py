@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, built without ranks or a device to find what it refuses."""
+"""Builds DeepSpeed's own configuration, without ranks or a device, and finds what it refuses."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Keys = tuple[str, ...]
 _TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _BATCH = (_TOTAL, _MICRO, "gradient_accumulation_steps")
 _LAST = ("zero_optimization", *_BATCH)
-"""Keys that are responsible only if no other is."""
+"""Keys that are a cause only if no other key is, in this order."""
 
 
 def refusals(config: Mapping[str, Any], ranks: int | None) -> Iterator[tuple[Keys, str]]:
-    """Yield what the installed DeepSpeed refuses: the keys down to the value, and its message.
+    """Yield the refusals of the installed DeepSpeed: the keys down to the value, and its message.
 
-    The value is the one without which DeepSpeed answers otherwise. "auto" counts as filled in.
-    `ranks`: data-parallel world size; None: one for which the batch sizes are right.
+    The value is the first one without which DeepSpeed's messages differ. "auto" counts as filled
+    in. `ranks`: data-parallel world size; None: one that agrees with the batch sizes.
     """
-    left = _without_auto(config)
-    if _TOTAL not in left and any(is_auto(config.get(key)) for key in _BATCH[:2]):
-        left.setdefault(_MICRO, 1)
+    remaining = _without_auto(config)
+    if _TOTAL not in remaining and any(is_auto(config.get(key)) for key in _BATCH[:2]):
+        remaining.setdefault(_MICRO, 1)
     is_first = True
-    while answer := _answer(left, ranks):
-        keys = _responsible(left, ranks, answer)
+    while messages := _messages(remaining, ranks):
+        keys = _cause(remaining, ranks, messages)
         if keys or is_first:
-            yield keys, answer[0]
+            yield keys, messages[0]
         if not keys:
             return
-        is_first, left = False, _without(left, keys)
+        is_first, remaining = False, _without(remaining, keys)
 
 
 def _without_auto(value: Any) -> Any:
@@ -45,11 +45,11 @@ def _without_auto(value: Any) -> Any:
     return value
 
 
-def _answer(config: Mapping[str, Any], ranks: int | None) -> list[str]:
-    """Return the messages that DeepSpeed refuses a configuration with."""
+def _messages(config: Mapping[str, Any], ranks: int | None) -> list[str]:
+    """Return DeepSpeed's error messages about a configuration; empty if it accepts it."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    class Stated(DeepSpeedConfig):  # type: ignore[misc]
+    class Config(DeepSpeedConfig):  # type: ignore[misc]
         def _configure_train_batch_size(self) -> None:
             self.world_size = ranks or 1
             total, micro, steps = (self._param_dict.get(key) for key in _BATCH)
@@ -58,7 +58,7 @@ def _answer(config: Mapping[str, Any], ranks: int | None) -> list[str]:
             super()._configure_train_batch_size()
 
     try:
-        _check_as_engine(Stated(copy.deepcopy(config)))
+        _check_engine_rules(Config(copy.deepcopy(config)))
     except ValidationError as error:
         return [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
     except Exception as error:  # values of another shape end in any of them
@@ -66,8 +66,8 @@ def _answer(config: Mapping[str, Any], ranks: int | None) -> list[str]:
     return []
 
 
-def _check_as_engine(settings: Any) -> None:
-    """Raise ValueError for what the engine refuses later, with every model and device."""
+def _check_engine_rules(settings: Any) -> None:
+    """Raise ValueError for a setting that the engine refuses, with every model and device."""
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
@@ -87,14 +87,14 @@ def _check_as_engine(settings: Any) -> None:
             raise ValueError("Muon and reduce_scatter cannot be used together")
 
 
-def _responsible(config: Any, ranks: int | None, answer: list[str], inside: Keys = ()) -> Keys:
-    """Return the keys down to the value without which DeepSpeed's answer is another."""
+def _cause(config: Any, ranks: int | None, messages: list[str], inside: Keys = ()) -> Keys:
+    """Return the keys down to the value without which DeepSpeed's messages differ."""
     section = reduce(getitem, inside, config)
     names = [*section] if isinstance(section, dict) else []
     for key in sorted(names, key=lambda key: _LAST.index(key) if key in _LAST else -1):
         keys = (*inside, key)
-        if _answer(_without(config, keys), ranks) != answer:
-            return _responsible(config, ranks, answer, keys)
+        if _messages(_without(config, keys), ranks) != messages:
+            return _cause(config, ranks, messages, keys)
     return inside
 
 
