@@ -19,7 +19,7 @@ from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
-from ds_ckpt.exchange.transport import TorchTransport
+from ds_ckpt.exchange.transport import TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.steps import ExchangeSample
 from ds_ckpt.zero3.compatibility import ends_step, same_ranks, shard_group
@@ -126,9 +126,8 @@ class Gradients:
             return
         groups = parameter_groups(optimizer, {p.ds_id: name for name, p in trained(self._engine)})
         tensors = [t for t in self.assignment.tensors if t.how not in (UNCOMPRESSED, BY_DEEPSPEED)]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, {groups[t.name] for t in tensors})  # slices may differ
-        delayed = set[int]().union(*every)
+        # slices may differ
+        delayed = set[int]().union(*gather_objects({groups[t.name] for t in tensors}))
 
         def correction_of(group: int) -> float:
             return value if group in delayed and self.step.corrects_momentum else 0.0

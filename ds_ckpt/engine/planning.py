@@ -22,6 +22,7 @@ from ds_ckpt.activation.blocks import find_blocks
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.telemetry.memory import free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
@@ -77,9 +78,7 @@ class Planning:
         dist.all_reduce(limits, op=dist.ReduceOp.MIN)
         make = functools.partial(self._make, args, kwargs, *map(int, limits.tolist()))
         own = run_on_all_or_raise(make, what="plan within the memory budget")
-        plans: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, own)
-        largest: ActivationPlan = max(plans, key=lambda plan: plan.none_bytes)
+        largest: ActivationPlan = max(gather_objects(own), key=lambda plan: plan.none_bytes)
         return largest
 
     def _limit_bytes(self) -> int:

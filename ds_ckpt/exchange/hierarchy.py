@@ -23,7 +23,7 @@ from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.rules import Levels
-from ds_ckpt.exchange.transport import Packets, Transport
+from ds_ckpt.exchange.transport import Packets, Transport, gather_objects
 
 ONE_NODE = "all ranks share one node"
 """Returned by `arrange`."""
@@ -51,18 +51,16 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def hosts_of(group: Any, *, least: int = 2) -> Hosts | str:
-    """Apply `arrange` to the group of every rank of the program: one answer on all. Collective.
+    """Apply `arrange` to the groups of all ranks; the result is equal on all of them. Collective.
 
     With tensor parallelism several groups exchange, each the gradients of one slice. Parameters
     that are not sliced stay equal only if all groups do the same.
     """
-    every: list[Any] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(every, (_ranks(group), here()))
-    answers = {
-        arrange([every[rank][1] for rank in ranks], least=least)
-        for ranks in dict.fromkeys(ranks for ranks, _ in every)
+    every = gather_objects((_ranks(group), here()))
+    found = {
+        arrange([every[rank][1] for rank in ranks], least=least) for ranks in {r for r, _ in every}
     }
-    return answers.pop() if len(answers) == 1 else "process groups are divided over nodes unequally"
+    return found.pop() if len(found) == 1 else "process groups are divided over nodes unequally"
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
@@ -150,19 +148,18 @@ def make_groups(group: Any, levels: Levels) -> Groups:
 
 
 def new_groups(group: Any, *wanted: Sequence[int]) -> list[Any]:
-    """Make a process group of each sequence of members of `group`, given by index, this rank too.
+    """Make a process group of each sequence of indices in `group`; all include this rank.
 
-    Collective over the program: every rank makes the groups of all, in the same order. A group made
-    by its members alone is named by its ranks, and a second one of that name finds the addresses of
-    the first.
+    Collective over the program: every rank makes the groups of all, in the same order. If only the
+    members made a group, its name would be its ranks, and a second group of that name would find
+    the addresses of the first.
     """
     ranks = _ranks(group)
-    mine = [tuple(sorted(ranks[index] for index in members)) for members in wanted]
-    every: list[Any] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(every, mine)
+    own = [tuple(sorted(ranks[index] for index in members)) for members in wanted]
+    every = gather_objects(own)
     made: dict[int, Any] = {}
     for place in range(len(wanted)):
-        for members in dict.fromkeys(theirs[place] for theirs in every):
+        for members in dict.fromkeys(other[place] for other in every):
             new = torch_dist.new_group(members)
             if torch_dist.get_rank() in members:
                 made[place] = new

@@ -15,6 +15,13 @@ from torch import Tensor
 from ds_ckpt.compression.wire import HEADER_BYTES
 
 
+def gather_objects(own: Any) -> list[Any]:
+    """Return every rank's picklable object, by rank. Collective over the program."""
+    found: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(found, own)
+    return found
+
+
 class Transport(Protocol):
     """One rank's end of a group that exchanges bytes and sums."""
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.hosts.launcher import check_hosts, launch
@@ -77,9 +78,7 @@ class Links:
 
 def measure(heartbeat: Heartbeat, seconds: float, device: str) -> Links:
     """Measure every pair of nodes, `seconds` or more per rate; collective."""
-    mine = (socket.gethostname(), os.environ.get("LOCAL_RANK", "0"))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather_objects((socket.gethostname(), os.environ.get("LOCAL_RANK", "0")))
     leaders = [rank for rank, (_, local) in enumerate(everyone) if local == "0"]
     pairs = []
     for first, second in itertools.combinations(leaders, 2):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
+from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
@@ -186,7 +187,7 @@ class Worker:
         far = {p.value: delta.far_bytes[p] / spec.steps for p in Purpose}
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
         sent = [(link / spec.steps, local / spec.steps)] if leads else []
-        everyone = gathered((times, purposes, far, sent, one.stored_weight_bytes))
+        everyone = gather_objects((times, purposes, far, sent, one.stored_weight_bytes))
         all_times, all_purposes, all_far, all_sent, stored = zip(*everyone, strict=True)
         by_node = list(itertools.chain(*all_sent))
         self._append(
@@ -247,13 +248,6 @@ def of_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def slowest(processes: Sequence[Sequence[StepTime]]) -> tuple[StepTime, ...]:
     """Return each step's time on the process that took longest."""
     return tuple(max(step, key=lambda t: t.step_s) for step in zip(*processes, strict=True))
-
-
-def gathered(mine: Any) -> list[Any]:
-    """Return every process's object, by rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _clock() -> Callable[[], float]:
