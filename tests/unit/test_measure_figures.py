@@ -61,7 +61,7 @@ def test_every_figure_is_its_definition(found: Findings, weights: str, rate: flo
     for value in one.values.values():  # all repetitions are alike
         assert value.low == pytest.approx(value.value) == value.high
     assert one.is_checked
-    assert one.verdict == ("all" if shorter_s > known.RECOMPUTE_S else "share")
+    assert one.outcome == ("all" if shorter_s > known.RECOMPUTE_S else "share")
     assert expected.keys() <= {figure.name for figure in DERIVED}
 
 
@@ -233,7 +233,7 @@ def test_the_headline_always_says_something(
 ) -> None:
     findings = _timed(steps_s)
     sentence = headline(findings)
-    assert findings.comparisons[0].verdict == verdict
+    assert findings.comparisons[0].outcome == verdict
     assert sentence.startswith("At 200 Mbit/s ")
     assert re.fullmatch(SENTENCES[verdict], sentence), sentence
     assert words in sentence
@@ -263,12 +263,12 @@ def test_any_steps_give_exactly_one_sentence(
     findings = _timed(steps_s, rate, work_s)
     sentence, (one,) = headline(findings), findings.comparisons
     found = [name for name, words in SENTENCES.items() if re.fullmatch(words, sentence)]
-    assert found == [one.verdict], sentence
+    assert found == [one.outcome], sentence
     values = one.values
-    if one.verdict == "share":
+    if one.outcome == "share":
         assert values["cost_s"].low > 0
         assert -1e-9 < values["share_paid"].low <= values["share_paid"].value
-    if one.verdict in ("free", "busy"):
+    if one.outcome in ("free", "busy"):
         assert values["cost_s"].low <= 0
 
 

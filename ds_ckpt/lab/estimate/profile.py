@@ -1,6 +1,6 @@
 """Memory and work of a model under several policies, from one traced step on fake tensors each.
 
-`trace_step` runs real ones.
+`trace_step` runs a step on real tensors.
 """
 
 from __future__ import annotations
@@ -277,27 +277,27 @@ def trace_step(options: Options, path: Path) -> str:
     path.touch()  # before a step that takes long
     model, batch = subject.build(count)
     batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), batch)
-    launched: dict[str, int] = {}
+    launches: dict[str, int] = {}
     for policy, section in [*compared(options.policies, modules, configured).items()][:2]:
         units = units_of(policy, section, model.to(device)) or ()
-        put = CheckpointedBlocks(model, units=units, scopes=[partial(marked, "recompute")])
+        blocks = CheckpointedBlocks(model, units=units, scopes=[partial(marked, "recompute")])
         for _ in range(2):  # libraries are loaded in the first step
-            with torch.profiler.profile() as seen:
+            with torch.profiler.profile() as profiler:
                 with marked("forward"):
                     loss = run_forward(model, batch)
                 with marked("backward"):
                     loss.backward()
             model.zero_grad()
-        put.remove()
-        launched[policy] = sum(map(_launched, seen.events()))
-    seen.export_chrome_trace(str(path))
-    unit, none = "kernels" if device.type == "cuda" else "operators", launched[NONE]
-    words = ", ".join(f"{policy} {n} ({times(n, none)})" for policy, n in launched.items())
+        blocks.remove()
+        launches[policy] = sum(map(_kernels, profiler.events()))
+    profiler.export_chrome_trace(str(path))
+    unit, none = "kernels" if device.type == "cuda" else "operators", launches[NONE]
+    words = ", ".join(f"{policy} {n} ({times(n, none)})" for policy, n in launches.items())
     return f"{path}: a step of {policy} on {device}; {unit}: {words}"
 
 
-def _launched(event: Any) -> int:
-    """Return the kernels that an operator has started; on a CPU 1 for an operator of the model."""
+def _kernels(event: Any) -> int:
+    """Return the number of kernels of an operator; on a CPU 1 for an operator of the model."""
     if torch.cuda.is_available():
         return len(event.kernels)
     is_inside = event.cpu_parent is not None and event.cpu_parent.name.startswith("aten::")

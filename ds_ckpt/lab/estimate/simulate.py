@@ -278,7 +278,7 @@ class _Run:
         pieces, bucket = self._pieces, self.strategy.bucket
         gathered, exchanges, returned = list[float](), list[float](), dict[int, float]()
         ahead, filled = 0.0, 0
-        computed = left = self.now_s
+        computed = offloaded = self.now_s
         for number, piece in enumerate(pieces):
             while len(gathered) < len(pieces) and (
                 len(gathered) <= number or self._runs_ahead(len(gathered) - number, ahead)
@@ -287,13 +287,14 @@ class _Run:
                 ahead += pieces[len(gathered) - 1].elements
             ahead -= piece.elements
             waits = [gathered[number], self.now_s]
-            again = "recompute" if self.blocks[piece.block].recompute_s else "backward"
-            if piece.kind == again and piece.first:
+            needed_in = "recompute" if self.blocks[piece.block].recompute_s else "backward"
+            if piece.kind == needed_in and piece.first:
                 waits.append(self._bring_back(piece.block, returned, computed))
             computed = self.now_s = self._compute(piece.kind, piece.seconds, *waits)
             if piece.kind == "forward" and piece.last and piece.block in self._moved:
                 # a block's tensors are released when the next block has ended
-                self.now_s, left = max(computed, left), self._offload(piece.block, computed)
+                self.now_s = max(computed, offloaded)
+                offloaded = self._offload(piece.block, computed)
             if piece.kind == "backward" and piece.last:
                 filled += self.blocks[piece.block].trained
                 at_end = number == len(pieces) - 1

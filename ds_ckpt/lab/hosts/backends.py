@@ -231,7 +231,7 @@ def run_quick(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def sent_bytes(interface: str) -> int:
-    """Read the payload that an interface has sent since boot; KeyError if there is none."""
+    """Read the payload bytes that an interface has sent since boot; KeyError if it is missing."""
     counted = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
     return int(counted.bytes_sent - HEADER_BYTES * counted.packets_sent)
 

@@ -38,10 +38,10 @@ class Estimate:
 
 
 class Ratio(NamedTuple):
-    """A quotient, which exists where the interval of `under` is above zero."""
+    """A quotient, which exists if the interval of its denominator is above zero."""
 
-    over: float
-    under: float
+    numerator: float
+    denominator: float
 
 
 Value = Estimate | Ratio | float | None
@@ -182,19 +182,19 @@ class Comparison:
 
     @property
     def ceiling_s(self) -> float | None:
-        """Time by which steps were shorter if no gradient were sent."""
+        """Time by which steps are shorter if no gradient is sent."""
         weights = Configuration.of(self.compared.configuration).weights
         nothing = self.rows.get(Configuration(self.policy, NO_COMM, weights).name)
         return None if nothing is None else paired_s(self.reference, nothing)
 
     @property
     def freed_bytes(self) -> float:
-        """Bytes that a node need not send to others, by the collectives' counts."""
+        """Bytes per step that a node sends less to others, by the collectives' counts."""
         return self.reference.link_bytes.value - self.compared.link_bytes.value
 
     @property
     def freed_s(self) -> float | None:
-        """Time that the link needs for them at its rate."""
+        """Time for sending the freed bytes at the link's rate."""
         rate = self.compared.rate_mbit
         return None if rate is None else 8e-6 * self.freed_bytes / rate
 
@@ -208,8 +208,8 @@ class Comparison:
         return Ratio(more, self.plain.peak_bytes - self.reference.peak_bytes)
 
 
-def _faster(than: Row, one: Row) -> Ratio:
-    return Ratio(than.step_s.value, one.step_s.value)
+def _speedup(before: Row, after: Row) -> Ratio:
+    return Ratio(before.step_s.value, after.step_s.value)
 
 
 DERIVED: list[Figure[Comparison]] = [
@@ -221,12 +221,12 @@ DERIVED: list[Figure[Comparison]] = [
     Figure("share_paid", "share paid", "", lambda c: Ratio(c.shorter_s, c.cost_s)),
     Figure("change_s", "both together", "s", lambda c: c.cost_s - c.shorter_s),
     Figure("ceiling_s", "upper bound of step shortened by", "s", lambda c: c.ceiling_s),
-    Figure("faster", "speedup", "x", lambda c: _faster(c.reference, c.compared)),
+    Figure("faster", "speedup", "x", lambda c: _speedup(c.reference, c.compared)),
     Figure(
         "faster_than_no_checkpointing",
         "speedup over no checkpointing",
         "x",
-        lambda c: _faster(c.plain, c.compared),
+        lambda c: _speedup(c.plain, c.compared),
     ),
     Figure("memory_taken", "stored weights / freed activations", "", lambda c: c.memory_taken),
 ]

@@ -31,7 +31,7 @@ from ds_ckpt.lab.report.charts import missing as missing_package
 from ds_ckpt.telemetry.units import MB, number
 
 Key = TypeVar("Key")
-Verdict = Literal["share", "all", "none", "free", "busy", "single"]
+Outcome = Literal["share", "all", "none", "free", "busy", "single"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class ComparisonRow:
     is_checked: bool = True
 
     @property
-    def verdict(self) -> Verdict:
-        """Return what the steps show about the share of recomputation that compression pays for.
+    def outcome(self) -> Outcome:
+        """Return the result: the part of recomputation's time that compression pays for.
 
-        `share` of it, `all`, or `none` that is certain; else recomputation's cost is not certain:
-        it is `free` if the interval excludes its own work, or the machine is too `busy`. A `single`
+        `share`, `all`, or `none` that is significant. If recomputation's cost is not significant,
+        it is `free` (the interval excludes its own work), or the machine is too `busy`. A `single`
         repetition has no interval.
         """
         cost, work = self.values["cost_s"], self.values["work_s"].value
@@ -165,7 +165,7 @@ def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row
 
 
 def _interface_excess(spec: Spec, trials: Sequence[Trial]) -> float | None:
-    """Compare the interfaces to other nodes; on one node, all interfaces."""
+    """Return the share by which interfaces count more than collectives: to other nodes, or all."""
     far = spec.hosts > 1
     counted = sum(sum((t.far_bytes if far else t.purpose_bytes).values()) for t in trials)
     each = [sum(t.link_bytes) if far else t.interface_bytes for t in trials]
@@ -216,30 +216,29 @@ def _ratio(value: float | Ratio) -> Ratio:
 
 
 def _interval(value: Ratio, others: Sequence[Ratio], quantile: float) -> Estimate:
-    """Return every quotient r for which `over` - r * `under` may be zero."""
+    """Return the interval of the quotients r for which numerator - r * denominator may be zero."""
+    n, d = value
     if not others:
-        exists = value.under > 0
-        return Estimate(value.over / value.under if exists else math.nan, math.nan, math.nan)
+        return Estimate(n / d if d > 0 else math.nan, math.nan, math.nan)
 
-    def spread(one: Sequence[float], other: Sequence[float]) -> float:
+    def covariance(one: Sequence[float], other: Sequence[float]) -> float:
         a, b = statistics.fmean(one), statistics.fmean(other)
         products = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
         return products * (len(others) - 1) / len(others)
 
-    overs, unders = [o.over for o in others], [o.under for o in others]
-    over, under, both = spread(overs, overs), spread(unders, unders), spread(overs, unders)
-    if not value.under - quantile * math.sqrt(under) > 0:
+    ns, ds = zip(*others, strict=True)
+    var_n, var_d, cov = covariance(ns, ns), covariance(ds, ds), covariance(ns, ds)
+    if not d - quantile * math.sqrt(var_d) > 0:
         return Estimate(math.nan, math.nan, math.nan)
-    scale = value.under**2 - quantile**2 * under
-    middle = (value.over * value.under - quantile**2 * both) / scale
-    combined = value.under**2 * over - 2 * value.over * value.under * both + value.over**2 * under
-    root = combined - quantile**2 * (over * under - both**2)
+    scale = d**2 - quantile**2 * var_d
+    middle = (n * d - quantile**2 * cov) / scale
+    root = d**2 * var_n - 2 * n * d * cov + n**2 * var_d - quantile**2 * (var_n * var_d - cov**2)
     half = quantile * math.sqrt(max(root, 0.0)) / scale
-    return Estimate(value.over / value.under, middle - half, middle + half)
+    return Estimate(n / d, middle - half, middle + half)
 
 
 def headline(findings: Findings) -> str:
-    """Return what compression pays for, of the first method at the first rate."""
+    """Describe the share that compression pays for: first method, first rate."""
     if not findings.comparisons:
         return "No comparison: it needs a policy beside none and a method beside the references."
     one = findings.comparisons[0]
@@ -247,34 +246,34 @@ def headline(findings: Findings) -> str:
 
 
 def _cost(one: ComparisonRow) -> str:
-    """Return the sentence about recomputation."""
+    """Describe the cost of recomputation."""
     cost, work = one.values["cost_s"], one.values["work_s"].value
     where = "On a link that is not shaped" if one.rate_mbit is None else f"At {link(one.rate_mbit)}"
     what = "recomputation" + f" ({one.policy})" * (one.policy != "block")
-    if one.verdict == "busy":
+    if one.outcome == "busy":
         return (
             f"{where} the machine is too busy to time {what}: it costs {_ends(cost)} s a step "
             f"(95%), and its own work takes {number(work)} s."
         )
-    if one.verdict == "free":
+    if one.outcome == "free":
         return f"{where} {what} does not lengthen the step measurably (95%: {_ends(cost)} s)."
-    single = " in the only repetition, which gives no interval" * (one.verdict == "single")
+    single = " in the only repetition, which gives no interval" * (one.outcome == "single")
     return f"{where} {what} costs {number(cost.value)} s a step{single}."
 
 
 def _effect(one: ComparisonRow) -> str:
-    """Return the sentence about compression."""
+    """Describe the effect of compression."""
     shorter, share, name = one.values["shorter_s"], one.values["share_paid"], title(one.method)
     freed = f"{name} {_freed(one)}"
     changed = f"{'shortens' if shorter.value > 0 else 'lengthens'} the step by"
-    if one.verdict == "single":
+    if one.outcome == "single":
         return f"{freed}{changed} {number(abs(shorter.value))} s. Use --repetitions 2 or more."
     if shorter.low <= 0 <= shorter.high:
         found = f"{freed}does not change the step measurably (95%: {_ends(shorter)} s)"
     else:
         found = f"{freed}{changed} {number(abs(shorter.value))} s"
     ends = f"(95%: {100 * share.low:.0f} to {100 * share.high:.0f}%)"
-    if one.verdict == "share":
+    if one.outcome == "share":
         return f"{found}: it pays for {100 * share.value:.0f}% of the recomputation {ends}."
     change = one.values["change_s"]
     together = (
@@ -284,11 +283,11 @@ def _effect(one: ComparisonRow) -> str:
         "all": ": it pays for all of the recomputation",
         "none": f": it is not shown to pay for any of the recomputation {ends}",
     }
-    return f"{found}{pays.get(one.verdict, '')}. {together}"
+    return f"{found}{pays.get(one.outcome, '')}. {together}"
 
 
 def _freed(one: ComparisonRow) -> str:
-    """Return the link time that a node no longer needs; bytes if the link has no rate."""
+    """Describe the freed link time; bytes if the link has no rate."""
     if not one.is_checked:
         return ""
     if one.rate_mbit is None:
@@ -303,7 +302,7 @@ def _ends(one: Estimate) -> str:
 
 
 def byte_notes(findings: Findings) -> list[str]:
-    """Return where the interfaces contradict the collectives' bytes, or count none of them."""
+    """Describe rates at which interfaces contradict the collectives' bytes, or count none."""
     notes = []
     for rate in findings.rates:
         rows = findings.at(rate)

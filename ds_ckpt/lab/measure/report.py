@@ -22,8 +22,8 @@ from ds_ckpt.lab.report.document import Block, Document, Heading, Paragraph, Plo
 from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 4"
-MOST = 2.0
-"""Largest share in the chart; larger ones are drawn there."""
+MAX_SHARE = 2.0
+"""Largest share in the chart; larger ones are drawn at this value."""
 _TERMINAL = ("step_s", "link_bytes", "peak_bytes", "stored_weight_bytes")
 _PARTS = (
     "compute_s",
@@ -111,7 +111,7 @@ class Report:
         return [again] * bool(missing) + byte_notes(self.findings)
 
     def _shares(self) -> list[Block]:
-        """Return the share that compression pays, by link rate: a table and a chart."""
+        """Return a table and a chart of the share that compression pays for, by link rate."""
         found = self.findings.comparisons
         if not found:
             return []
@@ -202,7 +202,7 @@ class Report:
 
 
 def share_text(one: ComparisonRow) -> str:
-    """Return the share that compression pays, or the reason that there is none."""
+    """Describe the share that compression pays for, or the reason that there is none."""
     share = one.values["share_paid"]
     ends = f"({100 * share.low:.0f} to {100 * share.high:.0f})"
     return {
@@ -212,11 +212,11 @@ def share_text(one: ComparisonRow) -> str:
         "free": "costs nothing",
         "busy": "machine too busy",
         "single": "one repetition",
-    }[one.verdict]
+    }[one.outcome]
 
 
 def share_chart(comparisons: Sequence[ComparisonRow]) -> Lines:
-    """Draw the share paid over the link's rate, where the interval of recomputation is above 0."""
+    """Draw the share paid over the link rate if the interval of recomputation is above 0."""
     rates = sorted({one.rate_mbit or math.inf for one in comparisons})
     lines: dict[str, list[ComparisonRow]] = {}
     several = len({one.policy for one in comparisons}) > 1
@@ -230,14 +230,14 @@ def share_chart(comparisons: Sequence[ComparisonRow]) -> Lines:
         for one in sorted(mine, key=lambda one: one.rate_mbit or math.inf):
             share = one.values["share_paid"]
             if not math.isnan(share.low):
-                ends = (min(100 * v, 100 * MOST) for v in (share.low, share.value, share.high))
-                low, middle, high = (max(end, -100 * MOST) for end in ends)
+                ends = (min(100 * v, 100 * MAX_SHARE) for v in (share.low, share.value, share.high))
+                low, middle, high = (max(end, -100 * MAX_SHARE) for end in ends)
                 points.append((rates.index(one.rate_mbit or math.inf) + beside, middle))
                 spans.append((low, middle, high))
         drawn.append(Line(name, points, spans))
     levels = [(0.0, ""), (100.0, "all of the recomputation")]
-    if any(span[1] == 100 * MOST for line in drawn for span in line.spans):
-        levels.append((100 * MOST, f"{MOST:.0%} or more"))
+    if any(span[1] == 100 * MAX_SHARE for line in drawn for span in line.spans):
+        levels.append((100 * MAX_SHARE, f"{MAX_SHARE:.0%} or more"))
     names = [link(None if math.isinf(rate) else rate) for rate in rates]
     return Lines(drawn, "link", "share paid, %", levels=levels, names=names, inches=3.2)
 

@@ -65,7 +65,7 @@ def measure(
 def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
     """Return the launches that are needed, one per rate; configurations rotate by repetition.
 
-    Policies of one exchange follow each other, as their steps are compared.
+    Policies of one exchange follow each other, because their steps are compared.
     """
     exchanges = [one.exchange for one in spec.configurations]
     names = [c.name for c in sorted(spec.configurations, key=lambda c: exchanges.index(c.exchange))]

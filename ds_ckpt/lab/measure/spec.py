@@ -188,7 +188,7 @@ def link(rate_mbit: float | None) -> str:
 
 
 def title(exchange: str) -> str:
-    """Return a method's name for people, with its weight placement."""
+    """Return a method's display name, with its weight placement."""
     method, _, weights = exchange.partition("/")
     method = _TITLES.get(method, method)
     resident = " resident weights" * (weights in WEIGHTS)
