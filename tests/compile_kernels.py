@@ -41,10 +41,7 @@ def compiled(
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
-    return {
-        "code_bytes": len(made.asm["cubin"]),
-        "fma": made.asm["ptx"].count("fma.rn.f32"),
-    }
+    return {"code_bytes": len(made.asm["cubin"]), "fma": made.asm["ptx"].count("fma.rn.f32")}
 
 
 def main() -> None:

@@ -19,12 +19,7 @@ from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.fields import warn
 
-__all__ = [
-    "PluginConfig",
-    "json_schema",
-    "load_file",
-    "parse",
-]
+__all__ = ["PluginConfig", "json_schema", "load_file", "parse"]
 
 AUTO: Mapping[str, Any] = {
     "activation": {"policy": "block"},

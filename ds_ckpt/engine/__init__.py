@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from ds_ckpt.engine.refusals import has_optimizer
-from ds_ckpt.engine.session import (
-    ATTRIBUTE,
-    Session,
-    end_earlier_sessions,
-    ensure_log_handler,
-)
+from ds_ckpt.engine.session import ATTRIBUTE, Session, end_earlier_sessions, ensure_log_handler
 
 __all__ = ["ATTRIBUTE", "Session", "end_earlier_sessions", "ensure_log_handler", "has_optimizer"]

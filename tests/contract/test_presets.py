@@ -135,8 +135,7 @@ def test_accelerate_reads_it(preset: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hosts"),
-    [("one_machine", {"localhost": 2}), ("two_hosts", {"node1": 2, "node2": 2})],
+    ("name", "hosts"), [("one_machine", {"localhost": 2}), ("two_hosts", {"node1": 2, "node2": 2})]
 )
 def test_deepspeeds_launcher_reads_the_hostfile(name: str, hosts: dict[str, int]) -> None:
     from deepspeed.launcher.runner import fetch_hostfile

@@ -66,11 +66,7 @@ def stepped(section: dict[str, Any], steps: int, **options: Any) -> dict[str, An
         seen.append(watched.take())
         groups = engine.optimizer.param_groups
         outside &= all(g["betas"] is b for g, b in zip(groups, own, strict=True))
-    result = {
-        "seen": seen,
-        "outside": outside,
-        "summary": session.summary,
-    }
+    result = {"seen": seen, "outside": outside, "summary": session.summary}
     engine.destroy()
     return result
 

@@ -241,12 +241,7 @@ def _going_on(engine: Any, split: int, steps: int) -> dict[str, Any]:
 
 
 def straight(
-    slots: list[int],
-    section: dict[str, Any],
-    folder: str,
-    split: int,
-    steps: int,
-    **options: Any,
+    slots: list[int], section: dict[str, Any], folder: str, split: int, steps: int, **options: Any
 ) -> dict[str, Any]:
     """Train without a break, saving after `split` steps; losses behind it."""
     fresh()
@@ -263,12 +258,7 @@ def straight(
 
 
 def resumed(
-    slots: list[int],
-    section: dict[str, Any],
-    folder: str,
-    split: int,
-    steps: int,
-    **options: Any,
+    slots: list[int], section: dict[str, Any], folder: str, split: int, steps: int, **options: Any
 ) -> dict[str, Any]:
     """A run with other weights loads the checkpoint and goes on."""
     fresh()

@@ -95,12 +95,7 @@ def build(kind: str) -> nn.Module:
         return NestedModel()
     if kind == "shared":
         return SharedBlockModel()
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     if kind == "mixtral":
         config = MixtralConfig(

@@ -13,10 +13,7 @@ from tests.distributed.models import topk_section
 SECTIONS: dict[str, dict[str, Any]] = {
     "topk": topk_section(topk={"density": 0.05}, min_numel=16),
     "powersgd": topk_section(
-        method="powersgd",
-        powersgd={"rank": 2},
-        min_numel=16,
-        error_feedback={"dtype": "int8"},
+        method="powersgd", powersgd={"rank": 2}, min_numel=16, error_feedback={"dtype": "int8"}
     ),
 }
 

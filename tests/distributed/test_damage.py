@@ -17,11 +17,7 @@ SECTION = {
     ),
     "weights": {"resident": True, "deltas": "lossless"},
 }
-FOUND = {
-    "a byte": "checksum",
-    "NaN": "NaN or infinity in",
-    "missing": "_00001_of_00002",
-}
+FOUND = {"a byte": "checksum", "NaN": "NaN or infinity in", "missing": "_00001_of_00002"}
 
 
 @pytest.mark.timeout(300)

@@ -27,11 +27,7 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
 @pytest.mark.parametrize("plan", ["selective, offload", pytest.param("block", marks=SLOW)])
 @pytest.mark.parametrize(
     "names",
-    [
-        ["resnet", "llava", "nn.Transformer"],
-        ["bart", "experts"],
-        ["lora", "lora-ready"],
-    ],
+    [["resnet", "llava", "nn.Transformer"], ["bart", "experts"], ["lora", "lora-ready"]],
     ids=" ".join,
 )
 def test_training_is_what_it_is_without(world2: Any, names: list[str], plan: str) -> None:

@@ -19,11 +19,7 @@ def section_of(momentum: Any = 0.4, **compression: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"accumulation": 2},
-        {"offload_optimizer": True, "clip": 0.1},
-        {"bf16": {"enabled": True}},
-    ],
+    [{"accumulation": 2}, {"offload_optimizer": True, "clip": 0.1}, {"bf16": {"enabled": True}}],
     ids=["accumulation", "offload", "bf16"],
 )
 def test_the_first_moment_is_corrected_from_the_warm_ups_end(

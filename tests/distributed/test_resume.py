@@ -20,9 +20,7 @@ SECTIONS = {
     ),
     "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=4, warmup_bits=4),
     "powersgd by turns": topk_section(
-        method="powersgd",
-        powersgd={"rank": 2},
-        error_feedback={"dtype": "bf16"},
+        method="powersgd", powersgd={"rank": 2}, error_feedback={"dtype": "bf16"}
     ),
 }
 

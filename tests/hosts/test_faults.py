@@ -29,14 +29,7 @@ CHECK_LIMIT_S = 2 * SSH_S + 5
 BOUND_S = STALL_S + CHECK_LIMIT_S + 15
 """From the fault to the error: the silence, asking the hosts, taking them down."""
 SHAPE = {"hidden_size": 64, "layers": 2, "intermediate_size": 128, "heads": 2}
-SPEC = Spec(
-    rates=(None,),
-    repetitions=500,
-    tokens=32,
-    policies=("none",),
-    methods=(),
-    shape=SHAPE,
-)
+SPEC = Spec(rates=(None,), repetitions=500, tokens=32, policies=("none",), methods=(), shape=SHAPE)
 
 
 @pytest.fixture
@@ -118,12 +111,7 @@ def _fails_in_mid_run(
     threading.Thread(target=watch, daemon=True).start()
     with pytest.raises(HostError) as caught:
         measure(
-            SPEC,
-            folder,
-            backend=hosts,
-            console=Console(quiet=True),
-            stall_s=STALL_S,
-            limit_s=300,
+            SPEC, folder, backend=hosts, console=Console(quiet=True), stall_s=STALL_S, limit_s=300
         )
     assert happened, caught.value
     return str(caught.value), time.monotonic() - happened[0]

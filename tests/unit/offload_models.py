@@ -102,10 +102,7 @@ def put_on(
     """Checkpointing of the model's blocks with their boundaries kept in host memory, or policy
     "offload"."""
     store = InputStore(
-        CPU,
-        copies or Copies(),
-        owned=[*model.parameters(), *model.buffers()],
-        **options,
+        CPU, copies or Copies(), owned=[*model.parameters(), *model.buffers()], **options
     )
     policy = policy or Policy(modules=tuple(patterns) if patterns else None)
     units = make_plan(model, policy)

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import (
-    Compressor,
-    Dense,
-    EntropyCoded,
-    LowRank,
-    Quantize,
-    TopK,
-)
+from ds_ckpt.compression import Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.telemetry.timings import EventSpans
 from tests.pretended_gpu import DEVICE, Gpu, in_threads

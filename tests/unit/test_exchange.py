@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble
 
-from ds_ckpt.compression import (
-    Codec,
-    Compressor,
-    Dense,
-    EntropyCoded,
-    LowRank,
-    Quantize,
-    TopK,
-)
+from ds_ckpt.compression import Codec, Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.compression.topk import VALUE_FORMATS
@@ -179,11 +171,7 @@ def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
 
 
 def check_law_3(
-    case: Case,
-    codec: Compressor | None,
-    micro_steps: int,
-    steps: int,
-    loss_scale: float,
+    case: Case, codec: Compressor | None, micro_steps: int, steps: int, loss_scale: float
 ) -> None:
     world = World(case.world, matrices(codec), local=case.local)
     # a factorization rounds by the matrix's norm, not by its entries

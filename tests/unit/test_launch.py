@@ -16,13 +16,7 @@ from deepspeed.launcher.runner import parse_args
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.lab.hosts import backends, launcher
 from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback, Prepared, read_hostfile
-from ds_ckpt.lab.hosts.launcher import (
-    HostError,
-    LaunchError,
-    check_hosts,
-    launch,
-    run,
-)
+from ds_ckpt.lab.hosts.launcher import HostError, LaunchError, check_hosts, launch, run
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """

@@ -66,11 +66,7 @@ def test_every_moment_belongs_to_one_part() -> None:
 
 def test_time_between_the_phases_is_in_no_part() -> None:
     """Thus the sum can be compared with the step's own clock."""
-    gap = [
-        at("forward", 0, 1, 0),
-        at("collective", 1, 5, 0),
-        at("backward", 5, 6, 0),
-    ]
+    gap = [at("forward", 0, 1, 0), at("collective", 1, 5, 0), at("backward", 5, 6, 0)]
     assert sum(parts(gap, MAIN).values()) == pytest.approx(2)
 
 

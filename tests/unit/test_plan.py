@@ -125,11 +125,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
     )
     units = make_plan(Model(), Policy(PolicySettings("block"), rules, modules=("Odd",)))
     found = [([b.name for b in u.blocks], u.save_ops) for u in units]
-    assert found == [
-        (["layers.2"], ("aten.mm",)),
-        (["layers.3"], ()),
-        (["layers.4"], ()),
-    ]
+    assert found == [(["layers.2"], ("aten.mm",)), (["layers.3"], ()), (["layers.4"], ())]
 
 
 @pytest.mark.parametrize(

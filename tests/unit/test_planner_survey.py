@@ -47,8 +47,7 @@ def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ARCHITECTURES],
+    "kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ARCHITECTURES]
 )
 def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     model, data = build(kind, 2), batch(kind)

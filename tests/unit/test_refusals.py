@@ -45,8 +45,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
     missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
     made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
     engine = SimpleNamespace(
-        device="cpu",
-        module=SimpleNamespace(parameters=lambda: [missing, made]),
+        device="cpu", module=SimpleNamespace(parameters=lambda: [missing, made])
     )
     needed, layout = 16 * 125_001, NodeLayout(4, 2, 0, None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)

@@ -39,9 +39,7 @@ class Run:
     def __init__(self, resident_s: float) -> None:
         self.hook, self.busy, self.now_s = Hook(), False, 0.0
         self.resident_s = resident_s
-        self.engine = SimpleNamespace(
-            skipped_steps=0,
-        )
+        self.engine = SimpleNamespace(skipped_steps=0)
         hook: Any = self.hook
         self.resident = weights.ResidentWeights(
             self.engine, hook, {"lossless": Lossless()}, (), may_detach=True

@@ -26,13 +26,7 @@ def rules(method: str, *given: Rule, **settings: object) -> Rules:
 
 def test_built_in_rules() -> None:
     choose = rules("powersgd", rank=4)
-    assert [choose(n, s) for n, s, _ in SHAPES] == [
-        TopK(),
-        LowRank(4),
-        LowRank(4),
-        None,
-        None,
-    ]
+    assert [choose(n, s) for n, s, _ in SHAPES] == [TopK(), LowRank(4), LowRank(4), None, None]
     assert rules("quantize")("embed.weight", torch.Size([32000, 64])) == Quantize()
     assert choose("embed.weight", torch.Size([256, 64])) == LowRank(4)
     assert choose("tied.weight", torch.Size([32000, 64])) == LowRank(4)

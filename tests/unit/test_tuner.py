@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.engine.tuner import (
-    COUNTED_STEPS,
-    MAX_CYCLES,
-    RECHECK_STEPS,
-    Tuner,
-)
+from ds_ckpt.engine.tuner import COUNTED_STEPS, MAX_CYCLES, RECHECK_STEPS, Tuner
 
 BLOCK = 1 + COUNTED_STEPS
 CYCLE = 2 * BLOCK

@@ -46,9 +46,7 @@ def test_one_odd_batch_is_no_reason_two_are() -> None:
     assert ours.last == WITHIN
 
 
-def test_warnings_come_once_for_each_time_that_it_begins(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_warnings_come_once_for_each_time_that_it_begins(caplog: pytest.LogCaptureFixture) -> None:
     ours, step_state = guard(acts=False)
     with caplog.at_level(logging.WARNING, logger="ds_ckpt"):
         for step, left in enumerate([BEYOND] * 4 + [WITHIN] + [BEYOND] * 3):

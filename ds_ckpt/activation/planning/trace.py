@@ -281,9 +281,7 @@ class StepTrace(MemoryTracker):
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self.where = ModuleTracker(
-            model,
-            {b.name: b.module for b in blocks},
-            {b.name: list(_parts_of(b)) for b in blocks},
+            model, {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
         )
         super().__init__(
             model, place=lambda: self.where.place, operator=self._ran, noted=self._noted

@@ -113,10 +113,7 @@ class States:
 
 
 def estimate(
-    parameters: Parameters,
-    config: Mapping[str, Any] | None,
-    world: int,
-    hosts: int | None = None,
+    parameters: Parameters, config: Mapping[str, Any] | None, world: int, hosts: int | None = None
 ) -> tuple[States, tuple[str, ...]]:
     """Return the states, and the assumptions where the configuration (DeepSpeed's JSON) is silent.
 

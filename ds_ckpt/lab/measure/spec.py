@@ -245,10 +245,7 @@ def _is_callable(model: str) -> bool:
 
 
 def deepspeed_config(
-    spec: Spec,
-    configuration: Configuration,
-    *,
-    parameters: int,
+    spec: Spec, configuration: Configuration, *, parameters: int
 ) -> dict[str, Any]:
     """Return the DeepSpeed file, with ZeRO-3 set as for a model larger than memory.
 
