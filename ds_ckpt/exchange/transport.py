@@ -23,17 +23,15 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 class Transport(Protocol):
-    """One rank's end of a group that exchanges bytes and sums."""
+    """One rank's end of a group that exchanges bytes and sums.
 
-    @property
-    def world(self) -> int:
-        """Number of ranks in the group."""
-        ...
+    Attributes:
+        world: number of ranks in the group.
+        dp_rank: index of this rank in the group.
+    """
 
-    @property
-    def dp_rank(self) -> int:
-        """Index of this rank in the group."""
-        ...
+    world: int
+    dp_rank: int
 
     def all_to_all(
         self,
@@ -46,11 +44,9 @@ class Transport(Protocol):
 
         Splits are bytes from and for each rank, in their order.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, fp32 and contiguous, over the group, in place; the same bits everywhere."""
-        ...
 
 
 class TorchTransport:
@@ -65,8 +61,8 @@ class TorchTransport:
         self._group = group
         self._all_to_all_single = all_to_all_single
         self._all_reduce = all_reduce
-        self.world: int = torch_dist.get_world_size(group)
-        self.dp_rank: int = torch_dist.get_rank(group)
+        self.world = int(torch_dist.get_world_size(group))
+        self.dp_rank = int(torch_dist.get_rank(group))
 
     def all_to_all(
         self,
