@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation.snapshot import input_changed, saved_changed
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
-from ds_ckpt.telemetry.timings import marked
+from ds_ckpt.telemetry.timings import profiler_range
 
 # copies between device and host
 
@@ -354,7 +354,7 @@ class InputStore:
             return  # a changed tensor is refused in backward
         self._leaving.append(storage)
         if storage.host is None:
-            with marked("offload"):
+            with profiler_range("offload"):
                 storage.host = self._copies.host_buffer(storage.nbytes)
                 storage.pending = self._copies.copy(storage_bytes(storage.original), storage.host)
             self.counters.out[storage.label] += 1
@@ -414,7 +414,7 @@ class InputStore:
         if storage.on_device is not None:
             return
         assert storage.host is not None
-        with marked("offload"):
+        with profiler_range("offload"):
             storage.fetched = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
             storage.pending = self._copies.copy(storage.host, storage.fetched)
         self._fetched.add(storage)

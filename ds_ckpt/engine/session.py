@@ -215,7 +215,7 @@ class Session:
         forward, step, destroy = engine.forward, engine.step, engine.destroy
 
         @functools.wraps(forward)
-        def marked_forward(*args: Any, **kwargs: Any) -> Any:
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
             with self.counters.span("forward"):
                 return forward(*args, **kwargs)
 
@@ -235,7 +235,7 @@ class Session:
             finally:
                 destroy()
 
-        self._patches.set(engine, "forward", marked_forward)
+        self._patches.set(engine, "forward", timed_forward)
         self._patches.set(engine, "step", counted_step)
         self._patches.set(engine, "destroy", detach_and_destroy)
         self._patches.set(engine, ATTRIBUTE, self)

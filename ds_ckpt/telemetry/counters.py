@@ -117,8 +117,8 @@ class Counters:
 class OffloadCounters:
     """Storages, not tensors, in host memory since attach, by the block that kept them first.
 
-    `out` and `back` count copies to and from host memory, `late` those that began when the tensor
-    was needed; with `retain_graph` more come back than have left.
+    `out` and `back` count copies to and from host memory, `late` those that began only when the
+    tensor was needed. With `retain_graph`, `back` exceeds `out`.
     """
 
     out: Counter[str] = field(default_factory=Counter)

@@ -120,7 +120,7 @@ class SavedActivations:
 
     Attributes:
         held: Bytes by number of the saved storages that lived when the context was left.
-        packing: True inside `unseen`.
+        packing: True inside `uncounted`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SavedActivations:
             self._noted(tensor, number)
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Surround operators that are not part of the model."""
         self.packing = True
         try:
@@ -170,7 +170,7 @@ class SavedActivations:
         # ZeRO-3 must find its parameters, not their present storage.
         if tensor.is_leaf:
             return tensor, version_of(tensor)
-        with self.unseen():
+        with self.uncounted():
             return tensor.detach(), version_of(tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:

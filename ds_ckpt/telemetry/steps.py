@@ -51,8 +51,8 @@ class ExchangeSample(NamedTuple):
 class Interval:
     """The steps between two records, on one rank; `parameters` have been gathered so far.
 
-    `timed` is whether a step was compressed, and its parts (`timings.step_parts`), for those that
-    are known; `uncompressed_s` the time of the reduction in the run's uncompressed steps.
+    `timed` has (is compressed, `timings.step_parts`) of each step whose parts are known;
+    `uncompressed_s` is the median time of the reduction in the run's uncompressed steps.
     """
 
     steps: int
@@ -69,11 +69,11 @@ class Interval:
         return fmean(parts[name] for _, parts in self.timed)
 
 
-Read = Callable[[Interval], Value | None]
-FIELDS: dict[str, Read] = {}
+ReadField = Callable[[Interval], Value | None]
+FIELDS: dict[str, ReadField] = {}
 
 
-def step_field(read: Read) -> Read:
+def step_field(read: ReadField) -> ReadField:
     """Register a function as a field of the step log. Records leave a field that is None out."""
     FIELDS[read.__name__] = read
     return read
@@ -105,7 +105,7 @@ def exchange_s(interval: Interval) -> Value:
 
 @step_field
 def compression_error(interval: Interval) -> Value:
-    """Return the last step's norm of the residual over that of what there was to send."""
+    """Return the last step's norm of the residual, relative to gradient plus former residual."""
     energies = interval.exchange.energies.items()
     return {method: (before and after / before) ** 0.5 for method, (before, after) in energies}
 
@@ -171,7 +171,7 @@ class StepLog:
     """Writes a record every `every_n_steps` steps to a JSONL file, and keeps the `last`.
 
     The rank is put before `.jsonl` in `path`. `monitor` receives each record's numbers, and rank 0
-    logs a line. `spans` have the parts of steps, `is_compressing` is of the step that comes next.
+    logs a line. `spans` have the parts of steps. `is_compressing` describes the next step.
     """
 
     def __init__(
@@ -187,9 +187,10 @@ class StepLog:
         is_compressing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._counters, self._every = counters, every_n_steps
-        self._spans, self._is_compressing, self._logs = spans or Spans(), is_compressing, rank == 0
+        self._spans, self._is_compressing = spans or Spans(), is_compressing
+        self._is_logging_rank = rank == 0
         self._modes = deque([False] * self._spans.delay + [is_compressing()])
-        """Whether the steps whose parts come next are compressed."""
+        """True for each compressed step, of the steps whose parts come next."""
         self._timed: list[tuple[bool, Mapping[str, float]]] = []
         self._uncompressed_s: deque[float] = deque(maxlen=64)
         self._sample, self._monitor = sample, monitor
@@ -221,7 +222,7 @@ class StepLog:
         self._before, self._exchange_s = now, Counter(exchange.seconds)
         self._time_s, self._steps = now_s, 0
         self.note(self.last)
-        if self._logs:
+        if self._is_logging_rank:
             log.info(line_of(self.last))
         if self._monitor is not None:
             self._monitor(list(_events(step, values)))

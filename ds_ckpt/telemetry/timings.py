@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-_MOST_SPANS = 1 << 18  # between steps: a long evaluation has more
+_MAX_SPANS = 1 << 18  # between steps: a long evaluation has more
 _NO_RANGE = nullcontext()
 _REASONS = {
     **dict.fromkeys(("gather", "gather_forward", "gather_recompute", "gather_backward"), "gather"),
@@ -32,16 +32,16 @@ EXPOSED = ("exchange", "gather", "weights", "other")
 """Reasons for which a step waits for the network."""
 
 
-def marked(kind: str) -> AbstractContextManager[Any]:
-    """Return a range `ds_ckpt/<kind>` for torch's profiler or `emit_nvtx`; nothing without one."""
+def profiler_range(kind: str) -> AbstractContextManager[Any]:
+    """Return a range `ds_ckpt/<kind>` of torch's profiler or `emit_nvtx`, if one is running."""
     if not profiler._is_profiler_enabled:
         return _NO_RANGE
     return profiler.record_function(f"ds_ckpt/{'exchange' if kind == 'reduce' else kind}")
 
 
 def timed(kind: str, spans: Spans | None) -> AbstractContextManager[Any]:
-    """Return a range of profilers, which is a span, too, if `spans` is given."""
-    return marked(kind) if spans is None else spans.span(kind)
+    """Return a profiler range, which is also a span if `spans` is given."""
+    return profiler_range(kind) if spans is None else spans.span(kind)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Spans:
 
     waits = frozenset({"collective", "wire"})
     delay = 0
-    """Steps by which `take` is late."""
+    """Number of steps after which `take` returns a step's spans."""
 
     def __init__(self, clock: Callable[[], Any] = time.perf_counter) -> None:
         self._clock = clock
         self._local = threading.local()
-        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Spans:
         start_s = self._clock()
         stack.append(kind)
         try:
-            with marked(kind):
+            with profiler_range(kind):
                 yield
         finally:
             stack.pop()
@@ -92,14 +92,15 @@ class Spans:
 
     def take(self) -> list[Span]:
         """Return the spans that have ended since the last call."""
-        taken, self._spans = self._spans, deque(maxlen=_MOST_SPANS)
+        taken, self._spans = self._spans, deque(maxlen=_MAX_SPANS)
         return list(taken)
 
 
 class EventSpans(Spans):
     """Spans of an accelerator's compute stream, by events, for which the host never waits.
 
-    That is the stream at a step's end; others hold up nothing. A gather has no spans inside.
+    The compute stream is the current one when a step ends; work on other streams is not recorded.
+    A gather has no inner spans.
     """
 
     waits = Spans.waits | {"gather"}
@@ -116,7 +117,7 @@ class EventSpans(Spans):
     def span(self, kind: str) -> Iterator[None]:
         """Record the block's work on the compute stream."""
         is_beside = "gather" in self.open or self._current() != self._stream
-        with marked(kind) if is_beside else super().span(kind):
+        with profiler_range(kind) if is_beside else super().span(kind):
             yield
 
     def take(self) -> list[Span]:

@@ -19,7 +19,7 @@ from ds_ckpt.telemetry.timings import (
     Span,
     Spans,
     Timings,
-    marked,
+    profiler_range,
     step_parts,
 )
 from tests.pretended_gpu import DEVICE, Gpu
@@ -125,10 +125,10 @@ def test_events_are_read_a_step_later_and_the_host_waits_for_none() -> None:
 
 def test_ranges_are_there_while_a_profiler_runs_and_break_no_graph() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
-        with marked("reduce"), marked("recompute"):
+        with profiler_range("reduce"), profiler_range("recompute"):
             return x * 2
 
-    assert marked("recompute") is marked("forward")
+    assert profiler_range("recompute") is profiler_range("forward")
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     compiled(torch.ones(2))
     with torch.profiler.profile() as seen:

@@ -251,11 +251,11 @@ class _UncountedCopies(Copies):
         self._saved = saved
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        with self._saved.unseen():
+        with self._saved.uncounted():
             return super().host_buffer(nbytes)
 
     def copy(self, source: Tensor, target: Tensor) -> Wait:
-        with self._saved.unseen():
+        with self._saved.uncounted():
             return super().copy(source, target)
 
 

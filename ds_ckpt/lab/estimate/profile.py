@@ -29,7 +29,7 @@ from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase, free_on, tensors_in
-from ds_ckpt.telemetry.timings import marked
+from ds_ckpt.telemetry.timings import profiler_range
 from ds_ckpt.telemetry.units import size, times
 
 NONE = "none"
@@ -277,15 +277,15 @@ def trace_step(options: Options, path: Path) -> str:
     path.touch()  # before a step that takes long
     model, batch = subject.build(count)
     batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), batch)
-    launches: dict[str, int] = {}
+    launches, scopes = dict[str, int](), [partial(profiler_range, "recompute")]
     for policy, section in [*compared(options.policies, modules, configured).items()][:2]:
         units = units_of(policy, section, model.to(device)) or ()
-        blocks = CheckpointedBlocks(model, units=units, scopes=[partial(marked, "recompute")])
+        blocks = CheckpointedBlocks(model, units=units, scopes=scopes)
         for _ in range(2):  # libraries are loaded in the first step
             with torch.profiler.profile() as profiler:
-                with marked("forward"):
+                with profiler_range("forward"):
                     loss = run_forward(model, batch)
-                with marked("backward"):
+                with profiler_range("backward"):
                     loss.backward()
             model.zero_grad()
         blocks.remove()
