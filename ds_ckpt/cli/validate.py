@@ -31,8 +31,7 @@ def validate(
     """Check configuration files: print the active features, or problems with their remedies.
 
     Both the plugin's rules and the installed DeepSpeed's own are applied, without ranks or a
-    device. Lines "at start" name what depends on the launch or the model. Exit 1 if any file has a
-    problem.
+    device. Lines "at start" are conditions that a launch checks. Exit 1 if any file has a problem.
     """
     results = [check_file(path, ranks) for path in files]
     if as_json:
@@ -45,7 +44,7 @@ def validate(
 
 
 def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
-    """Return the answer to one file, as `--json` prints it. Warnings are logged."""
+    """Return the result of one file, as `--json` prints it. Warnings are logged."""
     from ds_ckpt.config import load_file, parse
     from ds_ckpt.config.rules import conditions
     from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
@@ -85,7 +84,7 @@ _ONE_BIT = (
     '{"bits": 1.0}}}, as in ds_configs/zero3_1bit.json'
 )
 _INSIDE_NODES = 'remove it, and write "ds_ckpt": {"weights": {"resident": true}}'
-INSTEAD = {
+REPLACEMENTS = {
     "onebitadam": _ONE_BIT,
     "onebitlamb": _ONE_BIT,
     "zerooneadam": _ONE_BIT,
@@ -94,11 +93,11 @@ INSTEAD = {
     "mics_shard_size": _INSIDE_NODES,
     "mics_hierarchical_params_gather": _INSIDE_NODES,
 }
-"""Replacements of what DeepSpeed has removed, by optimizer or key of `zero_optimization`."""
+"""Remedies for features that DeepSpeed has removed, by optimizer or `zero_optimization` key."""
 
 
 def _deepspeeds_problems(config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
-    """Yield what the installed DeepSpeed refuses."""
+    """Yield the refusals of the installed DeepSpeed, with remedies."""
     from ds_ckpt.config.paths import join, lookup, show
     from ds_ckpt.errors import Problem
     from ds_ckpt.zero3.settings import refusals
@@ -106,7 +105,7 @@ def _deepspeeds_problems(config: Mapping[str, Any], ranks: int | None) -> Iterat
     for keys, words in refusals(config, ranks):
         value = lookup(config, keys)
         remedy = "correct it, or remove it" if keys else "add what is missing"
-        remedy = INSTEAD.get("".join(keys[-1:]), INSTEAD.get(str(value).lower(), remedy))
+        remedy = REPLACEMENTS.get("".join(keys[-1:]), REPLACEMENTS.get(str(value).lower(), remedy))
         why = f"DeepSpeed {metadata.version('deepspeed')} refuses it: {words}"
         yield Problem(reduce(join, keys, "$"), show(value), why, remedy)
 

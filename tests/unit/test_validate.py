@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.cli.validate import INSTEAD, check_file
+from ds_ckpt.cli.validate import REPLACEMENTS, check_file
 from ds_ckpt.config import parse
 from tests.unit.test_config_problems import ROWS as OURS
 from tests.unit.test_config_problems import config_of, full, problems, short
@@ -82,7 +82,7 @@ def test_our_own_rules_are_those_of_a_start(tmp_path: Path) -> None:
         assert found >= problems(config).keys(), row
 
 
-@pytest.mark.parametrize("remedy", sorted(set(INSTEAD.values())))
+@pytest.mark.parametrize("remedy", sorted(set(REPLACEMENTS.values())))
 def test_a_replacement_can_be_pasted(remedy: str) -> None:
     (section,) = re.findall(r'"ds_ckpt": (\{.*\})', remedy)
     assert parse({"zero_optimization": {"stage": 3}, "ds_ckpt": json.loads(section)}).active
