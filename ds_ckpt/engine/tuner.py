@@ -41,7 +41,7 @@ def robust_median(times: Sequence[float]) -> tuple[float, float]:
 
 
 class Tuner:
-    """Chooses between candidates, alike on all ranks of the program: it changes what is delivered.
+    """Chooses between candidates. All ranks of the program get the same choice.
 
     The last candidate is the baseline, which wins unless another one is shown to be faster. Times
     are summed on `device`. `choice` is None before the first.

@@ -144,7 +144,7 @@ class GradientHook:
 
         def gradient_partition_epilogue() -> None:
             with ExitStack() as stack:
-                for kind in waits:  # what still runs beside backward holds it up now
+                for kind in waits:  # backward's end waits for the side stream
                     stack.enter_context(self._counters.span(kind))
                 epilogue()  # reduces the last bucket
             self._is_unfinished = False
