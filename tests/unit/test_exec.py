@@ -239,7 +239,7 @@ def test_a_lock_without_a_process_is_removed_with_a_line(
 def test_a_lock_on_a_shared_file_system_has_to_be_old(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_LOCAL", ())
+    monkeypatch.setattr(environment, "_LOCAL_TYPES", ())
     for age_s, stale in ((100, []), (4000, [lock])):
         os.utime(lock, (time.time() - age_s,) * 2)
         assert list(environment.stale_locks()) == stale
