@@ -349,6 +349,7 @@ class StepTrace(MemoryTracker):
         kwargs: dict[str, Any],
     ) -> Any:
         if hooks is None:
+            assert checkpointed is not None, "build_inputs makes the hooks of offloaded blocks"
             return self.where.around(label, checkpointed, function, args, kwargs)
         if checkpointed is None:
             return hooks.around(label, None, function, args, kwargs)
