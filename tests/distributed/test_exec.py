@@ -9,24 +9,68 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt.lab.hosts.backends import Loopback, Prepared
+from ds_ckpt import environment
+from ds_ckpt.lab.hosts.backends import Loopback, Prepared, free_port
 from ds_ckpt.lab.hosts.launcher import LOG, LaunchError, run
 from tests.distributed import exec_train
 
 pytestmark = pytest.mark.timeout(400)
 SCRIPT = exec_train.__file__
 EXEC = [sys.executable, "-m", "ds_ckpt.cli", "exec"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
+BLOCK = {"activation": {"policy": "block", "modules": ["Block"]}}
+LAYER = {"activation": {"policy": "block"}}
+HF = {
+    **exec_train.PLAIN,
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+}
+# trl's examples/accelerate_configs/deepspeed_zero3.yaml; it has no place for a section
+YAML = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
 
 
-def launch(folder: Path, section: str, kind: str, words: list[str]) -> str:
+def launch(
+    folder: Path,
+    kind: str,
+    words: list[str],
+    section: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> str:
     """What `exec` and a launcher say that starts the script; `deepspeed` gets a port."""
     script = [SCRIPT, kind, f"--folder={folder}"]
-    if kind == "script":
-        (folder / "plain.json").write_text(json.dumps(exec_train.PLAIN))
-        script += ["--deepspeed_config", str(folder / "plain.json")]
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+        script += ["--deepspeed_config", str(folder / "config.json")]
+    given: list[str] = []
+    if section is not None:
+        (folder / "section.json").write_text(json.dumps({"ds_ckpt": section}))
+        given = ["--section", str(folder / "section.json")]
     prepared = Loopback(2).prepare([*words, *script], folder)
     program = Path(sys.executable).with_name(Path(prepared.command[0]).name)
-    command = [*EXEC, "--section", section, "--", str(program), *prepared.command[1:]]
+    command = [*EXEC, *given, "--", str(program), *prepared.command[1:]]
     return run(Prepared(command, prepared.environment), folder, limit_s=300)
 
 
@@ -34,24 +78,66 @@ def results(folder: Path, kind: str) -> list[list[Any]]:
     return [json.loads((folder / f"{kind}_{i}.json").read_text())["results"] for i in range(2)]
 
 
-@pytest.mark.slow
-def test_a_script_by_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words", [TORCHRUN, pytest.param(["deepspeed"], marks=pytest.mark.slow)], ids=lambda w: w[0]
+)
+def test_a_script(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A section for those that have none, the script's own, and a wrong one at the end."""
-    section = tmp_path / "section.json"
-    section.write_text(json.dumps({"ds_ckpt": {"activation": {"policy": "block"}}}))
     (tmp_path / "sitecustomize.py").write_text("print('the own sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     with pytest.raises(LaunchError, match="exit code"):
-        launch(tmp_path, str(section), "script", ["deepspeed"])
+        launch(tmp_path, "script", words, BLOCK, exec_train.PLAIN)
     for sessions in results(tmp_path, "script"):
         (by_file, loss), (own, same), (by_object, again) = sessions
         assert "checkpointing block" in by_file
         assert by_object == by_file
-        assert "checkpointing mlp" in own
+        assert "checkpointing segments" in own
         assert loss == same == again  # checkpointing is lossless
     said = (tmp_path / LOG).read_text()
     assert "the own sitecustomize" in said
     assert "--section is unused" in said
     assert "$.ds_ckpt.activation.policy" in said
-    assert "Traceback" not in said
     assert "no process on this node" not in said
+    if words == ["deepspeed"]:  # torchrun shows where it raises its own error
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("way", ["auto", pytest.param("section", marks=pytest.mark.slow)])
+def test_the_trainer(way: str, tmp_path: Path) -> None:
+    """By torchrun with a section in the file, by deepspeed without."""
+    if way == "auto":
+        launch(tmp_path, "trainer", TORCHRUN, config={**HF, "ds_ckpt": "auto"})
+    else:
+        launch(tmp_path, "trainer", ["deepspeed"], LAYER, HF)
+    for ((session, _),) in results(tmp_path, "trainer"):
+        assert "checkpointing block" in session
+        assert ("3-bit values" in session) == (way == "auto")
+
+
+@pytest.mark.parametrize("way", ["section", pytest.param("auto", marks=pytest.mark.slow)])
+def test_accelerate_launch(way: str, tmp_path: Path) -> None:
+    """With a YAML file of trl, and with DeepSpeed's own file."""
+    words = ["accelerate", "launch", "--num_processes=2", f"--main_process_port={free_port()}"]
+    if way == "section":
+        (tmp_path / "zero3.yaml").write_text(YAML)
+        launch(tmp_path, "accelerate", [*words, f"--config_file={tmp_path}/zero3.yaml"], LAYER)
+    else:
+        (tmp_path / "zero3.json").write_text(json.dumps({**exec_train.PLAIN, "ds_ckpt": "auto"}))
+        words += ["--use_deepspeed", f"--deepspeed_config_file={tmp_path}/zero3.json"]
+        words += ["--num_machines=1", "--dynamo_backend=no"]
+        launch(tmp_path, "accelerate", words)
+    for ((session, _),) in results(tmp_path, "accelerate"):
+        assert "checkpointing block" in session
+        assert ("3-bit values" in session) == (way == "auto")
+
+
+def test_a_rank_without_the_plugin_is_named_on_every_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.WAIT_S, "5")
+    bare = f'test "$RANK" != 1 || unset PYTHONPATH; exec {sys.executable} "$@"'
+    words = ["torchrun", "--standalone", "--nproc_per_node=3", "--no_python", "sh", "-c", bare, "-"]
+    with pytest.raises(LaunchError):
+        launch(tmp_path, "script", words, BLOCK, exec_train.PLAIN)
+    said = (tmp_path / LOG).read_text()
+    assert said.count("no ds_ckpt for 5 s on rank 1") == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ Trained = list[dict[str, dict[str, Any]]]
 """Results that `train.py` has written: by rank, then by configuration."""
 
 
-def _train(backend: Backend, folder: Path) -> Trained:
+def _train(backend: Backend, folder: Path, *launcher: str) -> Trained:
     """Run all trainings in one launch by `ds-ckpt exec`."""
     folder.mkdir()
     zero = {
@@ -47,7 +49,7 @@ def _train(backend: Backend, folder: Path) -> Trained:
     (folder / "stock.json").write_text(json.dumps(config))
     (folder / "plugin.json").write_text(json.dumps({**config, "ds_ckpt": PLUGIN}))
     (folder / "resident.json").write_text(json.dumps({**config, "ds_ckpt": RESIDENT}))
-    argv = ["deepspeed", str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
+    argv = ["deepspeed", *launcher, str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
     plain = backend.prepare(argv, folder)
     prepared = Prepared([*COMMAND, "exec", "--", *plain.command], plain.environment)
     said = run(prepared, folder, limit_s=240, backend=backend)
@@ -78,6 +80,21 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(
         assert resident["sent_bytes"] < baseline["sent_bytes"] - 0.9 * STEPS * gather
         for name, trained in process.items():
             assert trained["losses"] == same[name]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_openmpi_starts_the_plugin_on_both_hosts(
+    own_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are found by mpi4py."""
+    if os.environ.get("CI") != "true" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun (Debian package openmpi-bin)")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    for process in _train(own_hosts, tmp_path / "mpi", "--launcher=openmpi"):
+        assert process["plugin"]["losses"] != process["stock"]["losses"]
+        assert process["resident"]["losses"] == process["stock"]["losses"]
 
 
 @pytest.mark.timeout(400)
