@@ -20,8 +20,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 os.environ["TRITON_INTERPRET"] = "1"
 
 # A machine that is busy is no fault of a test: what takes long is for the time limit of pytest.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=250)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,7 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(wait)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("thorough" if config.getoption("--slow") else "quick")
     # Processes whose parent has ended become children of this one instead of init's, so that
     # none of them escapes the check at the end.
     if sys.platform == "linux":

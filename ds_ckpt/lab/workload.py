@@ -154,7 +154,10 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return  # Templates and files for another version: no loss to a corpus.
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # as ast.walk, past expressions, which are most of a tree
+        for bodies in ("body", "handlers", "orelse", "finalbody", "cases"):
+            nodes += getattr(node, bodies, ())
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             yield docstring.encode(errors="replace").decode()  # lone surrogates cannot be encoded

@@ -4,7 +4,6 @@ files."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,15 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.engine.gradients import Gradients
+from ds_ckpt.engine.tuner import COUNTED_STEPS
 from tests.distributed import models
 from tests.distributed.pool import fresh
 
+CYCLE = 2 * (1 + COUNTED_STEPS)
+
 
 def _started(**options: Any) -> tuple[Any, Gradients]:
-    """A run with one bucket for all, so that a slow mode costs one pause a step."""
+    """A run with one bucket for all, so that each step is one reduction."""
     fresh()
     section = models.quantize_section(exchange={"autotune": True})
     engine = models.start("llama", models.zero3_config(ds_ckpt=section, bucket=10**9, **options))
@@ -28,7 +30,7 @@ def _started(**options: Any) -> tuple[Any, Gradients]:
 
 
 def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, Any]:
-    """Train past the first choice while one mode is slowed down on one rank, and resume.
+    """Train past the first choice while one mode is slow on one rank's clock, and resume.
 
     Args:
         slow: "ours": compressed buckets; "other": those sent uncompressed or by DeepSpeed.
@@ -39,30 +41,23 @@ def tuned(slow: str, folder: str, *, process: int, **options: Any) -> dict[str, 
     step, tuner = gradients.step, gradients.step.tuner
     assert tuner is not None
     assert gradients.feedback is not None
-    ours, by_deepspeed = step.exchange.average, []
+    reduce, by_deepspeed, now_s = step.reduce, [], 0.0
 
-    def slowed_exchange(*args: Any, choose: Any = None, **kwargs: Any) -> Any:
-        if dist.get_rank() == process and (choose is not None) == (slow == "other"):
-            time.sleep(0.2)
-        return ours(*args, choose=choose, **kwargs)
-
-    reduce = step.reduce
-
-    def slowed_deepspeed(*args: Any, deepspeed_reduce: Any, **kwargs: Any) -> Any:
-        def counted(tensors: Any) -> Any:
+    def counted(*args: Any, deepspeed_reduce: Any, **kwargs: Any) -> Any:
+        def reduced(tensors: Any) -> Any:
             by_deepspeed.append(tensors)
-            if dist.get_rank() == process and slow == "other":
-                time.sleep(0.2)
             return deepspeed_reduce(tensors)
 
-        return reduce(*args, deepspeed_reduce=counted, **kwargs)
+        return reduce(*args, deepspeed_reduce=reduced, **kwargs)
 
-    step.exchange.average = slowed_exchange  # type: ignore[method-assign]
-    step.reduce = slowed_deepspeed  # type: ignore[method-assign]
-    steps = 0
-    while tuner.choice is None:  # a busy machine may need more cycles than one
-        models.train(engine, "llama", 1, first=steps)
-        steps += 1
+    def clock() -> float:
+        nonlocal now_s
+        is_slow = (tuner.current == "compressed") == (slow == "ours")
+        now_s += 3.0 if is_slow and dist.get_rank() == process else 1.0
+        return now_s
+
+    step.reduce, tuner._clock = counted, clock  # type: ignore[method-assign]
+    models.train(engine, "llama", CYCLE)
     compared = len(by_deepspeed)
     models.train(engine, "llama", 2, first=400)
     unsent = sum(float(r.abs().sum()) for r in gradients.feedback.state_dict().values())

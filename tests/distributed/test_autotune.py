@@ -30,13 +30,13 @@ def test_the_shorter_step_is_chosen_by_all_ranks(
         assert (result["unsent"] == 0) is (slow == "ours")
         assert result["after a load"] == (None, "compressed")
         if other == "deepspeed":
-            assert result["compared"] > 0
-            assert result["compared"] % COUNTED_STEPS == 0
+            assert result["compared"] == COUNTED_STEPS
             assert result["kept"] == (2 if slow == "ours" else 0)
         else:
             assert result["compared"] == result["kept"] == 0
 
 
+@pytest.mark.slow
 def test_no_residual_is_left_in_bf16_over_two_levels_when_deepspeed_takes_over(
     world4: Any, tmp_path: Path
 ) -> None:

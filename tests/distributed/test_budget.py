@@ -18,8 +18,10 @@ SHARES = [0.55, 0.8, 2.0]
     "kind",
     [
         "llama",
-        "bart",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "bert", "mixtral", "vit")),
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("bart", "gpt2", "bert", "mixtral", "vit")
+        ),
     ],
 )
 def test_a_budget_is_kept_and_gradients_are_bitwise_those_of_no_checkpointing(

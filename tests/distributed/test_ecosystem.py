@@ -10,6 +10,7 @@ import pytest
 from tests.distributed import cases_ecosystem as cases
 
 SLOW = pytest.mark.slow
+LORA = ["lora", "lora-ready"]
 _SAME = ("losses", "gradients", "evaluated", "written", "lengths", "weights", "buffers")
 
 
@@ -24,11 +25,17 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
     assert ours["moved"] // 2 <= ours["back"] <= ours["moved"]
 
 
-@pytest.mark.parametrize("plan", ["selective, offload", pytest.param("block", marks=SLOW)])
 @pytest.mark.parametrize(
-    "names",
-    [["resnet", "llava", "nn.Transformer"], ["bart", "experts"], ["lora", "lora-ready"]],
-    ids=" ".join,
+    ("names", "plan"),
+    [
+        (["experts", "lora"], "selective, offload"),
+        *(
+            pytest.param(names, plan, marks=SLOW)
+            for names in (["resnet", "llava", "nn.Transformer"], ["bart", "experts"], LORA)
+            for plan in ("selective, offload", "block")
+        ),
+    ],
+    ids=str,
 )
 def test_training_is_what_it_is_without(world2: Any, names: list[str], plan: str) -> None:
     """Losses, gradients, weights and buffers of three steps, for policies with and without offload.
@@ -84,12 +91,13 @@ def test_a_second_engine_takes_the_model_over(
 @pytest.mark.parametrize(
     ("plan", "flags"),
     [
-        (
+        pytest.param(
             "block",
             {
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs": {"use_reentrant": True},
             },
+            marks=SLOW,
         ),
         ("block, offload", {"gradient_checkpointing": True}),
     ],

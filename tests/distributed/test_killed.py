@@ -19,14 +19,11 @@ WAIT_S = 20.0
 """Timeout of every process group in the run with a fault."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "ends_s"),
-    [
-        ("killed in mid-exchange", 10),
-        pytest.param("killed in mid-save", 10, marks=pytest.mark.slow),
-        pytest.param("stopped", WAIT_S + 10, marks=pytest.mark.slow),
-    ],
+    [("killed in mid-exchange", 10), ("killed in mid-save", 10), ("stopped", WAIT_S + 10)],
 )
 def test_all_end_in_time_and_go_on_from_the_last_save(
     world2: Any, tmp_path: Path, fault: str, ends_s: float

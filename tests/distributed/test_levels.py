@@ -12,6 +12,7 @@ from tests.distributed import cases_levels as cases
 from tests.distributed.models import quantize_section, topk_section
 
 TWO = [2, 2]
+SLOW = pytest.mark.slow
 SECTIONS = {
     "topk": topk_section(topk={"density": 0.05}),
     "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
@@ -21,7 +22,10 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize(("section", "accumulation"), [("topk", 2), ("powersgd", 1), ("both", 2)])
+@pytest.mark.parametrize(
+    ("section", "accumulation"),
+    [("both", 2), pytest.param("topk", 2, marks=SLOW), pytest.param("powersgd", 1, marks=SLOW)],
+)
 def test_nothing_is_lost(world4: Any, section: str, accumulation: int) -> None:
     for process in world4.run(cases.conservation, TWO, SECTIONS[section], 3, accumulation):
         assert process["levels"] == 2

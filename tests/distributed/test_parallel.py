@@ -220,6 +220,7 @@ def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
         assert "several process groups" in words
 
 
+@pytest.mark.slow
 def test_groups_that_lie_otherwise_on_nodes_decide_together(world4: Any) -> None:
     """Ranks 0 and 2 are on two nodes, 1 and 3 on one: nobody waits for a group of the others."""
     resident = {"ds_ckpt": {"weights": {"resident": True}}}

@@ -32,6 +32,7 @@ def test_every_kind_of_state_resumes_to_the_bit(world2: Any, tmp_path: Path, nam
     assert world2.run(cases.resume, str(tmp_path), section, 3, 6) == whole
 
 
+@pytest.mark.slow
 def test_universal_checkpoints_work_with_compression_on(
     world2: Any, world4: Any, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def files(folder: Path, names: list[str]) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_processes_and_virtual_workers_come_to_the_same(
     world2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

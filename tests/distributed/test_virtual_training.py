@@ -38,6 +38,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {
     "powersgd": (topk_section(method="powersgd", powersgd={"rank": 2}), CLIPPED_AND_ACCUMULATED),
 }  # fmt: skip
 
+OFTEN = ("topk", "1 bit after 4 bits", "powersgd")
+
 LOSS_TOLERANCE = 5e-6
 """Ten times the spacing of fp32 numbers at these losses. DeepSpeed runs AdamW on flat shards, we on
 whole tensors: weights differ in their last bits, and sums over them in theirs."""
@@ -58,7 +60,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n in CASES]
+)
 def test_virtual_workers_give_the_numbers_of_real_processes(world2: Any, name: str) -> None:
     section, (clip, accumulation) = CASES[name]
     chooses_entries = section["compression"]["method"] in ("topk", "entropy_coded")

@@ -146,6 +146,7 @@ def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
 
 
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-rf", "--tb=no", "-p", "no:cacheprovider"]
+_PYTEST += ["--hypothesis-profile", "thorough"]
 
 
 def _kind(fault: Fault) -> str:

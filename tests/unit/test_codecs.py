@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -50,7 +50,6 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(EntropyCoded, bits=st.sampled_from([0.05, 0.33, 0.7, 1.0, 2.0])),
 )
 seeds = st.integers(0, 2**31)
-quick = settings(max_examples=300, deadline=None)
 
 
 def gradient(kind: str, numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -97,7 +96,6 @@ def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 # ---- every codec
 
 
-@quick
 @given(codecs, numels, seeds, st.sampled_from(KINDS), st.sampled_from(SCALES))
 @example(Quantize(bits=4), 64, 0, "normal", FP32.max)
 @example(Quantize(bits=2), 64, 1, "heavy tail", FP32.max)
@@ -125,7 +123,6 @@ def test_sent_plus_left_is_what_was_there(
         assert (left.abs() <= values.abs()).all()
 
 
-@quick
 @given(codecs, numels, seeds, st.sampled_from(KINDS))
 def test_every_byte_of_a_payload_is_written(codec: Codec, numel: int, seed: int, kind: str) -> None:
     values, size_bytes = gradient(kind, numel, seed), codec.packed_bytes(numel)
@@ -156,7 +153,6 @@ def test_payloads_have_the_sizes_of_the_format(codec: Codec, sizes: tuple[int, .
     assert tuple(map(codec.packed_bytes, (1, 1000, 100_000))) == sizes
 
 
-@settings(max_examples=60, deadline=None)
 @given(codecs, st.integers(1, 700), seeds, st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
 def test_rows_are_sent_as_if_alone(codec: Codec, numel: int, seed: int, kinds: list[str]) -> None:
     rows = torch.stack([gradient(kind, numel, seed + i) for i, kind in enumerate(kinds)])
@@ -271,7 +267,6 @@ def test_tiles_leave_no_mark(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- Top-K
 
 
-@quick
 @given(densities, st.integers(1, 5000), seeds)
 def test_blocks_send_the_largest_of_each_block(density: float, numel: int, seed: int) -> None:
     # no zeros or ties, so the arrived values identify the sent ones

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble
@@ -24,7 +24,6 @@ from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps
-quick = settings(max_examples=80, deadline=None)
 
 shapes = st.one_of(
     st.tuples(st.integers(0, 40), st.integers(1, 30)),
@@ -116,7 +115,6 @@ several_hosts = hosts.filter(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     several_hosts,
     st.sampled_from([None, Dense(), TopK(density=1.0, values="fp32")]),
@@ -209,7 +207,6 @@ def _matrices(case: Case) -> list[tuple[str, tuple[int, ...]]]:
     return [(n, s) for n, s in zip(case.names, case.shapes, strict=True) if len(s) > 1]
 
 
-@quick
 @given(hosts, compressors, st.integers(1, 3), st.sampled_from([1.0, 1024.0, 1000.0]))
 def test_nothing_is_lost(
     case: Case, codec: Compressor | None, micro_steps: int, loss_scale: float
@@ -220,7 +217,6 @@ def test_nothing_is_lost(
 # ---- the owner's part
 
 
-@quick
 @given(cases, compressors)
 def test_the_owners_part_is_exact_and_leaves_no_residual(
     case: Case, codec: Compressor | None
@@ -248,7 +244,6 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(
 # ---- law 4: non-finite values pass through
 
 
-@quick
 @given(
     hosts.filter(lambda c: c.world > 1),
     compressors,
@@ -306,7 +301,6 @@ def test_every_receiver_answers_nan_for_compressed_tensors(sender: int, at: int)
 # ---- the wire
 
 
-@quick
 @given(cases, codecs)
 def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec) -> None:
     world = World(case.world, matrices(codec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +22,6 @@ def bits(state: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: t.view(torch.int32).tolist() for name, t in state.items()}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 5),
     st.sampled_from([1.0, 2.0, 65536.0, 1000.0]),
@@ -46,7 +45,6 @@ def test_a_large_loss_scale_does_not_underflow_half_precision() -> None:
     assert torch.equal(accumulated, torch.full((4,), 1.0) / (3 * 2.0**20))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
 def test_a_skipped_step_leaves_every_bit(steps: list[tuple[int, bool]]) -> None:
     """(micro-steps, taken) for each step; after each the residual is that of the taken ones."""

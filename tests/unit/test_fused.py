@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_codecs import KINDS, SCALES
 from test_codecs import gradient as of_kind
@@ -62,9 +62,6 @@ def gradient(numel: int, seed: int, scale: float = 1.0) -> Tensor:
     return of_kind(KINDS[seed % len(KINDS)], numel, seed, scale)
 
 
-quick = settings(max_examples=25, deadline=None)
-
-
 def _packed(codec: Quantize, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
     """Payloads, which lie apart and were full, and what is left of fp32 [rows, n]."""
     left, size = values.clone(), codec.packed_bytes(values.shape[1])
@@ -80,7 +77,6 @@ def _scales(codec: Quantize, payloads: Tensor, numel: int) -> Tensor:
     return payloads[:, : 2 * count].contiguous().view(torch.bfloat16).float()
 
 
-@quick
 @given(exact, numels, st.integers(1, 3), seeds, st.sampled_from(SCALES))
 @example(Quantize(bits=3), 2044, 2, 3, 1.0)  # what fills up lies behind the last program's bytes
 def test_packing_is_bit_equal_to_the_operators(
@@ -95,7 +91,6 @@ def test_packing_is_bit_equal_to_the_operators(
     assert torch.equal(got[:, scales:], wanted[:, scales:])
 
 
-@quick
 @given(two_bits, numels, seeds, st.sampled_from([1.0, 3e-5, 1e-15, 1e15]))
 def test_two_bits_differ_by_a_rounding_of_the_scale(
     codec: Quantize, numel: int, seed: int, scale: float
@@ -113,7 +108,6 @@ def test_two_bits_differ_by_a_rounding_of_the_scale(
     assert left.double().norm() <= values.double().norm() * (1 + 1e-5)
 
 
-@quick
 @given(
     st.one_of(exact, two_bits), numels, st.integers(1, 4), seeds, st.sampled_from([1.0, 8.0, 1e3])
 )
@@ -131,7 +125,6 @@ def test_unpacking_is_bit_equal_to_the_operators(
     assert torch.equal(*found)
 
 
-@quick
 @given(st.integers(1, 3000), st.sampled_from([0.004, 0.01, 0.05, 0.3]), st.integers(1, 3), seeds)
 def test_maxima_of_blocks_are_those_of_the_operators(
     numel: int, density: float, shards: int, seed: int

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble
@@ -29,7 +29,6 @@ def _topk(name: str, shape: torch.Size) -> Codec | None:
     return TopK(density=0.1, values="int8") if len(shape) > 1 else None
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     world=st.integers(1, 5),
     micro_steps=st.integers(1, 4),
@@ -169,7 +168,6 @@ def _largest(name: str, shape: torch.Size) -> Codec | None:
     return TopK(density=0.1, values="fp32") if len(shape) > 1 else None
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     hosts=st.integers(1, 3),
     local=st.integers(1, 2),

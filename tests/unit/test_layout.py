@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def test_shards_are_zero3s(numel: int, world: int) -> None:
     assert sum(layout.size(p) for p in range(world)) == numel
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=5), st.integers(2, 6), st.sampled_from([0, 8]))
 def test_every_payload_arrives_where_it_belongs(numels: list[int], world: int, header: int) -> None:
     shards = [ShardLayout(n, world) for n in numels]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from virtual import World, assemble
@@ -16,8 +16,6 @@ from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import RowBlocks
 from ds_ckpt.exchange.rules import Choose
-
-quick = settings(max_examples=60, deadline=None)
 
 
 def matrices(compressor: Compressor | None) -> Choose:
@@ -63,7 +61,6 @@ def test_the_plan_has_the_bytes_that_a_host_sends(hosts: int, local: int) -> Non
     assert sent == pytest.approx(planned.sent_bytes * (hosts - 1) / hosts, abs=64 * local * hosts)
 
 
-@quick
 @given(st.integers(2, 5), st.integers(0, 2**20))
 def test_rounded_factors_lose_nothing(size: int, seed: int) -> None:
     """The rounding error of a rank's factors stays in its residual, so the sum is bit-equal: one
@@ -156,7 +153,6 @@ def test_a_saved_factor_of_another_rank_is_drawn_anew() -> None:
     assert not torch.equal(arrived[0], arrived[2])
 
 
-@quick
 @given(
     st.integers(1, 40), st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)
 )

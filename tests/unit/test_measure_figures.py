@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Ratio, Row
@@ -254,7 +254,6 @@ STEPS = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=40)
 @given(STEPS, st.sampled_from([None, 0.5, 200.0]), st.sampled_from([0.0, 0.1, 50.0]))
 def test_any_steps_give_exactly_one_sentence(
     steps_s: dict[str, Any], rate: float | None, work_s: float

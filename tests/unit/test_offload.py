@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,7 +34,6 @@ from tests.unit.offload_models import (
 INPUT_BYTES = 64 * 8 * 4
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     width=st.integers(1, 9),
     blocks=st.integers(1, 5),
@@ -289,7 +288,6 @@ def test_two_tensors_that_share_a_storage_leave_once() -> None:
     assert store.counters.out_bytes.total() == 2 * 16 * 8 * 4
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_layout_comes_back_as_it_was(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))

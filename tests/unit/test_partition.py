@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -105,7 +105,6 @@ def _input(rows: int = 6, width: int = 8, seed: int = 1) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     width=st.integers(1, 9),
     rows=st.integers(1, 5),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -79,7 +79,6 @@ def test_parts_that_cannot_be_found_must_be_named(kind: Any) -> None:
     assert [u.blocks[0].name for u in named] == [f"layers.{i}.a" for i in range(5)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
 def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
     model = Model(blocks)

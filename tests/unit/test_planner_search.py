@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
@@ -36,7 +36,6 @@ def _cost(blocks: Sequence[Sequence[Option]], choice: Sequence[int]) -> float:
     return sum(options[i].cost for options, i in zip(blocks, choice, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
 @given(_BLOCKS, _ROOMS)
 def test_it_finds_what_trying_everything_finds(blocks: list[list[Option]], room: Room) -> None:
     fitting = [c for c in _choices(blocks) if need(blocks, c, room) <= room.budget]
@@ -47,7 +46,6 @@ def test_it_finds_what_trying_everything_finds(blocks: list[list[Option]], room:
         assert _cost(blocks, choice) == pytest.approx(exact)
 
 
-@settings(max_examples=60, deadline=None)
 @given(_options(), st.integers(8, 40), st.floats(0.05, 0.98))
 def test_a_thinned_front_fits_and_costs_little_more(
     options: list[Option], count: int, share: float
@@ -63,7 +61,6 @@ def test_a_thinned_front_fits_and_costs_little_more(
     assert _cost(blocks, thinned) <= 1.05 * _cost(blocks, exact) + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
 @given(_BLOCKS, _ROOMS)
 def test_the_least_is_the_least(blocks: list[list[Option]], room: Room) -> None:
     bytes_needed, choice = least(blocks, room)

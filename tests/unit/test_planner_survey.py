@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -198,7 +198,6 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
 LARGE: list[Any] = []
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     share=st.floats(0.0, 1.1),
     bus=st.sampled_from([1e8, 1e9, 3e9, 1e11]),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +26,6 @@ ORTHONORMAL = 3e-7
 SCALES = (1.0, 1e-20, 1e-38, 1e-42, 1e20, 1e38)
 
 seeds = st.integers(0, 2**31)
-quick = settings(max_examples=150, deadline=None)
 
 
 @st.composite
@@ -80,7 +79,6 @@ def gap_from_orthonormal(factor: Tensor) -> float:
     return float((wide.T @ wide - torch.eye(factor.shape[1], dtype=torch.float64)).abs().max())
 
 
-@quick
 @given(thin(), seeds, st.sampled_from(KINDS))
 @example((1000, 32), 0, "zero")
 @example((1, 1), 0, "zero")
@@ -100,7 +98,6 @@ def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int,
         assert torch.equal(orthogonalize(same), unit)
 
 
-@quick
 @given(thin(), seeds, st.sampled_from(["normal", "some zero", "uneven"]))
 def test_the_first_columns_span_the_first_columns(
     shape: tuple[int, int], seed: int, kind: str
@@ -113,7 +110,6 @@ def test_the_first_columns_span_the_first_columns(
         assert left.norm() <= 1e-4 * column.norm()
 
 
-@quick
 @given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 4, 100]), seeds)
 def test_rounding_errors_do_not_choose_a_direction(
     independent: int, dependent: int, times: int, seed: int
@@ -130,7 +126,6 @@ def test_rounding_errors_do_not_choose_a_direction(
         assert gap.abs().max() < 1e-5
 
 
-@quick
 @given(st.lists(thin(), min_size=1, max_size=4), seeds)
 def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: int) -> None:
     factors = [normal(*shape, seed=seed + i) for i, shape in enumerate([*shapes, *shapes])]
@@ -138,7 +133,6 @@ def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: i
         assert torch.equal(unit, orthogonalize(factor))
 
 
-@quick
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
 def test_a_tensor_is_split_where_the_factors_are_smallest(shape: list[int]) -> None:
     rows, columns = matrix_shape(torch.Size(shape))
@@ -166,7 +160,6 @@ def test_first_factors_are_orthonormal_and_follow_from_the_name() -> None:
     assert torch.allclose(initial_factor("a", 3, 1, "cpu"), expected / expected.norm())
 
 
-@quick
 @given(st.integers(1, 40), st.integers(1, 40), st.data(), seeds)
 def test_projections_and_products(rows: int, columns: int, data: st.DataObject, seed: int) -> None:
     rank = data.draw(st.integers(1, min(rows, columns)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -50,7 +50,6 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor
 
 
-@settings(max_examples=300, deadline=None)
 @given(tensor=tensors(), parts=st.integers(1, 9))
 def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
     flat = storage_bytes(tensor)
@@ -66,7 +65,6 @@ def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
     assert all(p.untyped_storage().data_ptr() != flat.data_ptr() for p in split_up)
 
 
-@settings(max_examples=200, deadline=None)
 @given(tensor=tensors(), data=st.data())
 def test_every_bit_counts(tensor: Tensor, data: Any) -> None:
     before = int(checksum(tensor))

@@ -133,9 +133,7 @@ def test_the_same_places_go_on_to_the_bit(
     assert resumed.bits() == first.bits()
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from(DTYPES),
@@ -377,9 +375,7 @@ def corrupted(
     return "loaded to the bit"
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sorted(DAMAGES)),
     st.randoms(use_true_random=False),

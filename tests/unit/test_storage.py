@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,6 @@ def values(numel: int, seed: int, exponent: float = 0.0) -> Tensor:
     return torch.randn(numel, generator=generator) * torch.exp2(sizes + exponent) * kept
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(ROUNDED),
     st.integers(0, 300) | st.integers(65_000, 140_000),
@@ -120,7 +119,6 @@ def step(feedback: Feedback, seed: int, names: tuple[str, ...] = ("a", "b")) -> 
             feedback.store(name, pending)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from(["accelerator", "cpu"]),

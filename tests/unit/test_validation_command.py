@@ -72,6 +72,7 @@ def test_bad_settings_fail_and_good_ones_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_heldout", "undrawn")
+@pytest.mark.slow
 def test_a_killed_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = small(tmp_path, ROOT / "benchmarks" / "accuracy" / "2bit.json")
     straight = validate(tmp_path / "a", [file], *SHORT)
