@@ -203,6 +203,7 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
         assert process["autocast"] < 3 * process["fp32"]
 
 
+@SLOW
 def test_one_exchange_an_accumulated_step(world2: Any) -> None:
     each, once = (
         world2.run(cases.run, "llama", topk_section(exchange={"when": when}), 3, accumulation=4)[0]

@@ -40,9 +40,10 @@ def test_it_is_short_and_valid_and_names_its_command(script: Path) -> None:
     parse(load_file(script.with_suffix(".json")))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_plain_script(tmp_path: Path) -> None:
-    output = _run("train.py", tmp_path, "--steps", "3")
+    output = _run("train.py", tmp_path, "--steps", "12")
     losses = _losses(output)
     assert losses[-1] < losses[0]
 

@@ -102,7 +102,8 @@ def test_a_script(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("way", ["auto", pytest.param("section", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["auto", "section"])
 def test_the_trainer(way: str, tmp_path: Path) -> None:
     """By torchrun with a section in the file, by deepspeed without."""
     if way == "auto":
@@ -114,7 +115,8 @@ def test_the_trainer(way: str, tmp_path: Path) -> None:
         assert ("3-bit values" in session) == (way == "auto")
 
 
-@pytest.mark.parametrize("way", ["section", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["section", "auto"])
 def test_accelerate_launch(way: str, tmp_path: Path) -> None:
     """With a YAML file of trl, and with DeepSpeed's own file."""
     words = ["accelerate", "launch", "--num_processes=2", f"--main_process_port={free_port()}"]
@@ -134,7 +136,7 @@ def test_accelerate_launch(way: str, tmp_path: Path) -> None:
 def test_a_rank_without_the_plugin_is_named_on_every_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(environment.WAIT_S, "5")
+    monkeypatch.setenv(environment.WAIT_VARIABLE, "5")
     bare = f'test "$RANK" != 1 || unset PYTHONPATH; exec {sys.executable} "$@"'
     words = ["torchrun", "--standalone", "--nproc_per_node=3", "--no_python", "sh", "-c", bare, "-"]
     with pytest.raises(LaunchError):

@@ -270,9 +270,9 @@ def test_files_and_tests_in_sentences_are_there() -> None:
         text=True,
     ).stdout.split()
     names = listed or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.*")]
-    modules = {Path(n).stem: ROOT / n for n in names if re.match(r"tests/.*\.py$", n)}
-    source = "\n".join(path.read_text() for path in modules.values() if path.exists())
-    tests = {*re.findall(r"def (test_\w+)", source), *modules}
+    modules = [ROOT / name for name in names if re.match(r"tests/.*\.py$", name)]
+    source = "\n".join(path.read_text() for path in modules if path.exists())
+    tests = {*re.findall(r"def (test_\w+)", source), *(path.stem for path in modules)}
     for span in SPANS:
         file, _, test = span.text.removeprefix("./").partition("::")
         is_file = re.fullmatch(r"[\w./]+\.(py|sh|json|jsonl|txt|md|toml|svg|yml|cff)", file)
