@@ -35,6 +35,7 @@ def execute(
 
     with exit_on_error():
         content = _read_section(section)
+    _warn_of_leftovers()
     environment.clear_stale_locks(0.0)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_exec_") as folder:
         reached = Path(folder, "reached")
@@ -49,6 +50,20 @@ def execute(
                 err=True,
             )
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
+
+
+def _warn_of_leftovers() -> None:
+    """Warn if DeepSpeed would send variables of an earlier run to other nodes."""
+    from ds_ckpt.environment import REACHED
+
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for file in {Path.home() / name, Path(name)}:  # where DeepSpeed looks
+        if file.is_file() and f"{REACHED}=" in file.read_text(errors="replace"):
+            typer.echo(
+                f"ds-ckpt exec: {file} has variables of an earlier run, which `accelerate launch` "
+                "wrote. DeepSpeed prefers them to this run's on other nodes: remove the file.",
+                err=True,
+            )
 
 
 def _read_section(section: str | None) -> Any:

@@ -108,6 +108,14 @@ def test_a_wrong_section_is_refused_before_anything_starts(tmp_path: Path) -> No
     assert not (tmp_path / "ran").exists()
 
 
+def test_variables_of_an_earlier_run_are_warned_of(tmp_path: Path) -> None:
+    file = tmp_path / "deepspeed_env"
+    for line, is_warned in (("PATH=/bin\n", False), (f"{environment.REACHED}=/tmp/x\n", True)):
+        file.write_text(line)
+        said = command("--", "true", DS_ENV_FILE=str(file)).stderr
+        assert said.count(f"{file} has variables of an earlier run") == is_warned
+
+
 def test_signals_are_passed_on() -> None:
     wait = "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done"
     with subprocess.Popen(
