@@ -80,13 +80,15 @@ def _read_section(section: str | None) -> Any:
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     """Run the command, pass signals on to it, and return its code."""
     children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came before Popen returned
 
     def pass_on(number: int, _frame: object) -> None:
         if number == signal.SIGINT and os.isatty(0):
             return  # the terminal has sent it to the command, too
-        if not children:
-            raise SystemExit(128 + number)
-        children[0].send_signal(number)
+        if children:
+            children[0].send_signal(number)
+        else:
+            early.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # else nohup
@@ -96,4 +98,6 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     except OSError as error:
         typer.echo(f"ds-ckpt exec: {command[0]}: {error.strerror}", err=True)
         return 127 if isinstance(error, FileNotFoundError) else 126
+    for missed in early:
+        children[0].send_signal(missed)
     return children[0].wait()
