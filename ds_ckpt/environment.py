@@ -25,8 +25,8 @@ log = logging.getLogger("ds_ckpt")
 _LOCAL_TYPES = ("apfs", "btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs")
 _SHARED_AGE_S = 1800.0
 """Minimum age of a stale lock on a shared file system."""
-_PEERS_AGE_S = 60.0
-"""Minimum age for ranks, which may not see each other's compilations."""
+_RANK_AGE_S = 60.0
+"""Minimum age of a stale lock in a rank, which may not see the other ranks' compilations."""
 _REPORT_AFTER = 5
 
 
@@ -81,7 +81,7 @@ def stale_locks(
 
 
 def clear_stale_locks(
-    min_age_s: float = _PEERS_AGE_S, variables: Mapping[str, str] = os.environ
+    min_age_s: float = _RANK_AGE_S, variables: Mapping[str, str] = os.environ
 ) -> None:
     """Remove stale locks, each with a log line, on the first rank of a node."""
     if variables.get("LOCAL_RANK", "0") != "0":

@@ -89,8 +89,8 @@ class CheckpointedBlocks:
                 before: Any = module.gradient_checkpointing
                 if before is True:
                     _ignore_request()
-                is_owner = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
-                flag = _OwnerFlag(before) if is_owner else False
+                has_layers = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
+                flag = _LayeredModelFlag(before) if has_layers else False
                 self._patches.set(module, "gradient_checkpointing", flag)
                 self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
             if hasattr(module, "_set_gradient_checkpointing"):
@@ -178,7 +178,7 @@ class _Run:
         return result
 
 
-class _OwnerFlag:
+class _LayeredModelFlag:
     """`gradient_checkpointing` of a transformers model with layers: true while autograd records.
 
     In training mode such a model drops its key-value cache if the flag is true. `generate`, and a

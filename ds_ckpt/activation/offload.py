@@ -274,7 +274,7 @@ class InputStore:
         self._last: weakref.ref[BlockCall] | None = None
         self._leaving: list[OffloadedStorage] = []
         self._fetched: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
-        self._backward = BackwardTracker(self.end_backward)
+        self._tracker = BackwardTracker(self.end_backward)
         self._reached: set[int] = set()
         """Numbers of the calls that this backward has reached."""
 
@@ -394,7 +394,7 @@ class InputStore:
 
     def reach(self, call: BlockCall) -> None:
         """Bring back the tensors of `call`, which backward has reached, and of calls before it."""
-        if self._backward.began():
+        if self._tracker.began():
             self.end_backward()
         if call.number in self._reached:
             return

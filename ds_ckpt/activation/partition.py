@@ -122,7 +122,7 @@ class Partition:
         self._reached: set[int] = set()
         self._here: list[Shard] = []
         """Gathered shards."""
-        self._backward = BackwardTracker(self._end_backward)
+        self._tracker = BackwardTracker(self._end_backward)
 
     def begin(self, label: str) -> None:
         """Start a call of block `label`."""
@@ -203,7 +203,7 @@ class Partition:
 
     def _reach(self, call: BlockCall) -> None:
         """Gather the tensors of `call`, which backward has reached, and of calls before it."""
-        began = self._backward.began()
+        began = self._tracker.began()
         if began:
             self._end_backward()
         if call.number in self._reached:

@@ -61,7 +61,7 @@ def _warn_of_leftovers() -> None:
         if file.is_file() and f"{CALL_FILE_VARIABLE}=" in file.read_text(errors="replace"):
             typer.echo(
                 f"ds-ckpt exec: {file} has variables of an earlier run, which `accelerate launch` "
-                "wrote. DeepSpeed prefers them to this run's on other nodes: remove the file.",
+                "wrote. DeepSpeed prefers them to this run's on other nodes: remove these lines.",
                 err=True,
             )
 

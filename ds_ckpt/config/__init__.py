@@ -30,7 +30,7 @@ AUTO: Mapping[str, Any] = {
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """Return a file's JSON object with the section "auto" filled in; ConfigError as `load`."""
+    """Return a file's JSON object with the section "auto" filled in; ConfigError if it has none."""
     return _filled_in(load.load_file(path))
 
 

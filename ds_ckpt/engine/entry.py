@@ -158,7 +158,7 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _require_same_settings(summary: str) -> None:
-    """Raise UnsupportedError on every rank if one has no plugin or other settings. Collective.
+    """Raise UnsupportedError on ranks that attach if another has no plugin or other settings.
 
     Attaching is collective: without this check, ranks would wait forever for one that does not
     attach. A rank with nothing to attach has no summary. It waits briefly, and raises only if
@@ -180,7 +180,11 @@ def _require_same_settings(summary: str) -> None:
             return
     ranks: dict[str, list[str]] = {}
     for peer, key in enumerate(keys):
-        found = store.get(key).decode() if store.check([key]) else f"no ds_ckpt for {limit_s:g} s"
+        found = (
+            store.get(key).decode()
+            if store.check([key])
+            else f"no answer from ds_ckpt within {limit_s:g} s"
+        )
         ranks.setdefault(found, []).append(str(peer))
     time.sleep(min(2.0, limit_s))  # store and launch end with the first rank that raises
     found = "; ".join(f"{found} on rank {', '.join(ranks[found][:8])}" for found in ranks)

@@ -130,8 +130,8 @@ class ResidualFiles:
 
     A checkpoint of another `method` or other `numels` (by parameter) is refused. `feedback` is None
     if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
-    there cover; empty with one level. `model_slice` is this
-    rank's slice of the model as in the file's name, "" for all of it.
+    there cover; empty with one level. `model_slice` is this rank's slice of the model as in the
+    file's name, "" for all of it.
     """
 
     what = "residuals"

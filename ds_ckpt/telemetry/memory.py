@@ -120,7 +120,7 @@ class SavedActivations:
 
     Attributes:
         held: Bytes by number of the saved storages that lived when the context was left.
-        packing: True inside `uncounted`.
+        is_uncounted: True inside `uncounted`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SavedActivations:
         self.storages, self._noted = storages or Storages(), noted
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._sizes: dict[Storage, int] = {}
-        self.packing = False
+        self.is_uncounted = False
         self.held: dict[Storage, int] = {}
 
     @property
@@ -158,11 +158,11 @@ class SavedActivations:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Surround operators that are not part of the model."""
-        self.packing = True
+        self.is_uncounted = True
         try:
             yield
         finally:
-            self.packing = False
+            self.is_uncounted = False
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.note(tensor)
@@ -223,7 +223,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.saved.packing or func in NO_WORK:
+        if self.saved.is_uncounted or func in NO_WORK:
             return out
         given, made = tensors_in((args, kwargs)), tensors_in(out)
         if self._operator is not None:

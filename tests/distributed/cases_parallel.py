@@ -209,15 +209,11 @@ def run(
 
 
 def _skew(tuner: Any) -> None:
-    now_s = 0.0
-
-    def clock() -> float:
-        nonlocal now_s
+    def seconds() -> float:
         is_fast = (tuner.current == "compressed") == (dist.get_rank() % SIZE == 0)
-        now_s += 1.0 if is_fast else 4.0 if tuner.current == "compressed" else 2.0
-        return now_s
+        return 1.0 if is_fast else 4.0 if tuner.current == "compressed" else 2.0
 
-    tuner._clock = clock
+    models.set_clock(tuner, seconds)
 
 
 def resume(

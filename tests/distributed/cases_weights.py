@@ -113,15 +113,13 @@ def placed(
             engine.destroy()
             return plain
         hook, tuner = session._resident.hook, session._resident.tuner
-        now_s, places = 0.0, []
+        places = []
 
-        def clock() -> float:
-            nonlocal now_s
+        def seconds() -> float:
             places.append(hook.is_attached)
-            now_s += resident_s if hook.is_attached else 1.0
-            return now_s
+            return resident_s if hook.is_attached else 1.0
 
-        tuner._clock = clock
+        models.set_clock(tuner, seconds)
         losses = models.train(engine, "llama", 2 * BLOCK + 2)
         wrong = mismatched(engine) if hook.is_attached else 0
         copies = [p.ds_secondary_tensor is not None for p in engine.module.parameters()]

@@ -142,4 +142,4 @@ def test_a_rank_without_the_plugin_is_named_on_every_other(
     with pytest.raises(LaunchError):
         launch(tmp_path, "script", words, BLOCK, exec_train.PLAIN)
     said = (tmp_path / LOG).read_text()
-    assert said.count("no ds_ckpt for 5 s on rank 1") == 2
+    assert said.count("no answer from ds_ckpt within 5 s on rank 1") == 2

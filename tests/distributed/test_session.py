@@ -74,7 +74,7 @@ def test_an_error_of_one_part_leaves_no_other_part_attached(world2: Any, part: s
 
 def test_a_rank_without_the_plugin_is_named_before_anything_waits(world2: Any) -> None:
     first, second = world2.run(cases.unlike_ranks, "stock")
-    assert "no ds_ckpt for 0.5 s on rank 1" in first["message"]
+    assert "no answer from ds_ckpt within 0.5 s on rank 1" in first["message"]
     assert not second["message"]
     assert first["seconds"] < 20
 

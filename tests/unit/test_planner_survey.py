@@ -220,6 +220,8 @@ def test_offload_in_a_plan_keeps_every_limit_and_is_never_slower(
     assert sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload") <= host
     assert plan.recompute_s + plan.wait_s <= without.recompute_s + without.wait_s + 1e-12
     assert "offload" not in without.choices
+    if host == 2**40 and bus == 1e11 and share > 0.5:  # the least budget fits no offloaded block
+        assert plan.recompute_s == 0 or plan.held_bytes < without.held_bytes or offload
 
 
 @pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=pytest.mark.slow)])
