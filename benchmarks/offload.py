@@ -30,17 +30,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
-from ds_ckpt.activation.inputs import CheckpointedInputs, InputConfig, build_inputs
+from ds_ckpt.activation.inputs import CheckpointedInputs, CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.policies import Policy, make_plan
 from ds_ckpt.telemetry.counters import OffloadCounters
 
-ROWS: dict[str, InputConfig | str] = {
+ROWS: dict[str, CheckpointedInputsConfig | str] = {
     "no checkpointing": "none",
     "transformers": "transformers",
     "transformers offload=True": "transformers offload",
-    "ds_ckpt block": InputConfig(),
-    "ds_ckpt block, offload": InputConfig(offload=True),
-    "ds_ckpt block, offload, 2 ahead": InputConfig(offload=True, offload_prefetch=2),
+    "ds_ckpt block": CheckpointedInputsConfig(),
+    "ds_ckpt block, offload": CheckpointedInputsConfig(offload=True),
+    "ds_ckpt block, offload, 2 ahead": CheckpointedInputsConfig(offload=True, offload_prefetch=2),
 }
 REFERENCE = "ds_ckpt block"
 MIB = 2**20
@@ -113,7 +113,7 @@ def in_turns_ms(rows: dict[str, Row], repeats: int) -> dict[str, list[float]]:
     return taken
 
 
-def make(kind: InputConfig | str, options: argparse.Namespace) -> Row:
+def make(kind: CheckpointedInputsConfig | str, options: argparse.Namespace) -> Row:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def make(kind: InputConfig | str, options: argparse.Namespace) -> Row:
     )
     model = LlamaForCausalLM(config).train()
     row = Row(model, torch.randint(0, 256, (options.batch, options.tokens)))
-    if isinstance(kind, InputConfig):
+    if isinstance(kind, CheckpointedInputsConfig):
         units = make_plan(model, Policy())
         row.boundaries = build_inputs(kind, model, units, torch.device("cpu"))
         around = row.boundaries.around if row.boundaries else None

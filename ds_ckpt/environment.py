@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 STARTUP = Path(__file__).with_name("startup")
-SECTION_VARIABLE, CALL_FILE_VARIABLE = "PYTHON_DS_CKPT_SECTION", "PYTHON_DS_CKPT_REACHED"
+SECTION_VARIABLE, REACHED_FILE_VARIABLE = "PYTHON_DS_CKPT_SECTION", "PYTHON_DS_CKPT_REACHED"
 WAIT_VARIABLE = "PYTHON_DS_CKPT_WAIT_S"
 log = logging.getLogger("ds_ckpt")
 
@@ -30,14 +30,14 @@ _RANK_AGE_S = 60.0
 _REPORT_AFTER = 5
 
 
-def with_plugin(base: Mapping[str, str], section: Any, call_file: Path) -> dict[str, str]:
+def with_plugin(base: Mapping[str, str], section: Any, reached_file: Path) -> dict[str, str]:
     """Return an environment in which every Python process has the plugin.
 
-    `section` is added to configurations that have none. Processes on this node create `call_file`
-    when they call `deepspeed.initialize`.
+    `section` is added to configurations that have none. Processes on this node create the file
+    `reached_file` when they call `deepspeed.initialize`.
     """
     path = os.pathsep.join(filter(None, [str(STARTUP), base.get("PYTHONPATH")]))
-    added = {"PYTHONPATH": path, CALL_FILE_VARIABLE: str(call_file)}
+    added = {"PYTHONPATH": path, REACHED_FILE_VARIABLE: str(reached_file)}
     if section is not None:  # pdsh, mpirun and srun take away quotes, blanks or commas
         added[SECTION_VARIABLE] = base64.urlsafe_b64encode(json.dumps(section).encode()).decode()
     return {**base, **added}

@@ -126,7 +126,7 @@ _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block"
 RECOMPUTING = Requires("activation.policy", not_in=("none", "offload"), suggest="block")
 
 
-class InputConfig(Section):
+class CheckpointedInputsConfig(Section):
     """Storage of checkpointed inputs: keys of `ds_ckpt.activation`."""
 
     removed: ClassVar = {
@@ -191,7 +191,7 @@ class InputConfig(Section):
         description="Smallest tensor that is split over the tensor-parallel group, in bytes.",
     )
 
-    def describe_inputs(self) -> str:
+    def describe_storage(self) -> str:
         """Describe the active settings; empty if none is active."""
         words = ""
         if self.offload:
@@ -212,7 +212,7 @@ class InputConfig(Section):
 
 
 def build_inputs(
-    config: InputConfig,
+    config: CheckpointedInputsConfig,
     model: nn.Module,
     units: Sequence[Unit],
     device: torch.device,

@@ -54,11 +54,11 @@ def execute(
 
 def _warn_of_leftovers() -> None:
     """Warn if DeepSpeed would send variables of an earlier run to other nodes."""
-    from ds_ckpt.environment import CALL_FILE_VARIABLE
+    from ds_ckpt.environment import REACHED_FILE_VARIABLE
 
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     for file in {Path.home() / name, Path(name)}:  # where DeepSpeed looks
-        if file.is_file() and f"{CALL_FILE_VARIABLE}=" in file.read_text(errors="replace"):
+        if file.is_file() and f"{REACHED_FILE_VARIABLE}=" in file.read_text(errors="replace"):
             typer.echo(
                 f"ds-ckpt exec: {file} has variables of an earlier run, which `accelerate launch` "
                 "wrote. DeepSpeed prefers them to this run's on other nodes: remove these lines.",

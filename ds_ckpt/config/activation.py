@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_ckpt.activation.inputs import RECOMPUTING, InputConfig
+from ds_ckpt.activation.inputs import RECOMPUTING, CheckpointedInputsConfig
 from ds_ckpt.activation.policies import PLANNED, Policy, PolicySettings, Rule, policy_named
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
@@ -36,7 +36,7 @@ class ActivationRuleConfig(_WithPolicy):
     policy: str = Field(description='Policy of these blocks; "none": plain execution.')
 
 
-class ActivationConfig(InputConfig, _WithPolicy):
+class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
     """Activation checkpointing: keep few activations, recompute or fetch the others."""
 
     policy: str = Field(
@@ -133,7 +133,7 @@ class ActivationConfig(InputConfig, _WithPolicy):
         rules = f", {len(self.rules)} rules" if self.rules else ""
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"
-        return words + rules + self.describe_inputs()
+        return words + rules + self.describe_storage()
 
 
 def activation_policy(config: ActivationConfig) -> Policy:

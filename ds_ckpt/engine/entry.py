@@ -114,7 +114,7 @@ def initialize_installed(stock: Any, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return _initialize(stock, args, kwargs)
     except (ConfigError, UnsupportedError) as error:
-        if environment.CALL_FILE_VARIABLE not in os.environ:
+        if environment.REACHED_FILE_VARIABLE not in os.environ:
             raise
         raise SystemExit(str(error)) from None  # under `ds-ckpt exec`
 
@@ -124,10 +124,10 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         bound = inspect.signature(stock).bind(*args, **kwargs)
     except TypeError:
         return stock(*args, **kwargs)  # raises DeepSpeed's own error
-    is_exec = environment.CALL_FILE_VARIABLE in os.environ
+    is_exec = environment.REACHED_FILE_VARIABLE in os.environ
     if is_exec:
         with contextlib.suppress(OSError):  # on another node
-            Path(os.environ[environment.CALL_FILE_VARIABLE]).touch()
+            Path(os.environ[environment.REACHED_FILE_VARIABLE]).touch()
     environment.clear_stale_locks()
     raw = _with_section(bound.arguments)
     # errors come before ranks connect and memory is allocated

@@ -81,7 +81,9 @@ def results(folder: Path, kind: str) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "words", [TORCHRUN, pytest.param(["deepspeed"], marks=pytest.mark.slow)], ids=lambda w: w[0]
 )
-def test_a_script(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_is_active_under_launcher(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A section for those that have none, the script's own, and a wrong one at the end."""
     (tmp_path / "sitecustomize.py").write_text("print('the own sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -104,7 +106,7 @@ def test_a_script(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["auto", "section"])
-def test_the_trainer(way: str, tmp_path: Path) -> None:
+def test_trainer_starts_with_auto_and_with_section(way: str, tmp_path: Path) -> None:
     """By torchrun with a section in the file, by deepspeed without."""
     if way == "auto":
         launch(tmp_path, "trainer", TORCHRUN, config={**HF, "ds_ckpt": "auto"})

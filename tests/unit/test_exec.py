@@ -109,7 +109,7 @@ def test_a_wrong_section_is_refused_before_anything_starts(tmp_path: Path) -> No
 
 
 def test_variables_of_an_earlier_run_are_warned_of(tmp_path: Path) -> None:
-    file, left = tmp_path / "deepspeed_env", f"{environment.CALL_FILE_VARIABLE}=/tmp/x\n"
+    file, left = tmp_path / "deepspeed_env", f"{environment.REACHED_FILE_VARIABLE}=/tmp/x\n"
     for line, is_warned in (("PATH=/bin\n", False), (left, True)):
         file.write_text(line)
         said = command("--", "true", DS_ENV_FILE=str(file)).stderr

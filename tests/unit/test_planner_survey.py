@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks, Unit
 from ds_ckpt.activation.blocks import Block
-from ds_ckpt.activation.inputs import InputConfig
+from ds_ckpt.activation.inputs import CheckpointedInputsConfig
 from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
@@ -236,7 +236,7 @@ def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
     budget += round(0.6 * (none.needed_bytes - budget))
     plan = planner.plan(replace(allowance, budget_bytes=budget))
     assert "offload" in plan.choices
-    inputs = InputConfig(offload_prefetch=prefetch)
+    inputs = CheckpointedInputsConfig(offload_prefetch=prefetch)
     step = simulate(model, (), data, plan.units(model), inputs=inputs)
     assert step.peak_bytes <= plan.needed_bytes + temporary <= budget + temporary
     shared = found.bytes_of(planner._shared)

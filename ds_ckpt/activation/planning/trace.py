@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
-from ds_ckpt.activation.inputs import CheckpointedInputs, InputConfig, build_inputs
+from ds_ckpt.activation.inputs import CheckpointedInputs, CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
@@ -304,7 +304,7 @@ class StepTrace(MemoryTracker):
         self,
         forward: Callable[[], Any],
         units: Sequence[Unit] | None,
-        inputs: InputConfig | None = None,
+        inputs: CheckpointedInputsConfig | None = None,
     ) -> StepTrace:
         """Run forward and backward on tensors of any kind, and count what is alive at once.
 
@@ -315,7 +315,7 @@ class StepTrace(MemoryTracker):
         checkpointing = hooks = None
         if units is not None:
             hooks = build_inputs(
-                (inputs or InputConfig()).model_copy(update={"partition": False}),
+                (inputs or CheckpointedInputsConfig()).model_copy(update={"partition": False}),
                 self._model,
                 units,
                 next((p.device for p in self._model.parameters()), torch.device("cpu")),
@@ -406,7 +406,7 @@ def simulate(
     units: Sequence[Unit],
     *,
     device: torch.device | None = None,
-    inputs: InputConfig | None = None,
+    inputs: CheckpointedInputsConfig | None = None,
 ) -> StepTrace:
     """Trace one step of a fake copy of the model; see `StepTrace.run`."""
     with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
