@@ -20,6 +20,9 @@ that depends on values), a copy between host and device that is not `non_blockin
 `Gpu(plain=True)` takes every plain CPU tensor for one of the device, but for those that are made
 inside `host_memory()`: for code that asks tensors for their addresses. `Gpu(counts=False)` computes
 and checks nothing. Collectives count as kernels that have ended when they return.
+
+Under `torch.use_deterministic_algorithms(True)` operators raise that CUDA refuses then, according
+to its documentation.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ DEVICE = torch.device("meta")
 HOST = "host"
 _READ_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 _OURS = ("/ds_ckpt/", "/deepspeed/")
+_NEVER_DETERMINISTIC = {"histc", "kthvalue", "median", "put_"}
 
 
 class OnDevice(Tensor):
@@ -365,6 +369,8 @@ class _Watch(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         plain_args, plain_kwargs = tree_map(_unwrapped, (args, kwargs))
         homes = [self._on_host(t) for t in given]
+        if not all(homes) and torch.are_deterministic_algorithms_enabled():
+            assert _has_deterministic_form(name, args), f"{name} has no deterministic form on CUDA"
         if asked is None:
             to_host = all(homes) if given else self._makes_host()
         else:
@@ -453,6 +459,14 @@ def _strided(value: Any) -> bool:
 
 def _unwrapped(value: Any) -> Any:
     return _inner(value) if isinstance(value, Tensor) else value
+
+
+def _has_deterministic_form(name: str, args: Any) -> bool:
+    if name == "bincount":
+        return len(args) < 2 or args[1] is None
+    if name.startswith("cumsum"):
+        return not args[0].is_floating_point()
+    return name not in _NEVER_DETERMINISTIC
 
 
 def _masks(args: Any) -> bool:

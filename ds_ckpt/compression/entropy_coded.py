@@ -218,9 +218,9 @@ def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     lowest = max(top - (_BINS - 1), _TINY_BIN)
     bins = (sample.view(torch.int32) >> _BIN_BITS).sub_(lowest - 1).clamp_(0, _BINS)
     counts = torch.bincount(bins, minlength=_BINS + 1)
-    shares = counts.flip(0).cumsum(0).flip(0).float() / len(sample)
-    shares = torch.nn.functional.pad(shares[1:], (0, 1))
-    above = shares.flip(0).cumsum(0).flip(0)
+    # summed as integers: CUDA has no deterministic cumulative sum of floats
+    counts = torch.nn.functional.pad(counts[1:], (0, 1)).flip(0).cumsum(0)
+    shares, above = (c.flip(0).float() / len(sample) for c in (counts, counts.cumsum(0)))
     # borders of levels, for thresholds at the lower ends of bins
     edges = torch.arange(lowest, lowest + _BINS, 4, dtype=torch.int32, device=magnitude.device)
     edges = (edges << _BIN_BITS).view(torch.float32)

@@ -114,6 +114,7 @@ class OnGpus:
 
 
 @pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
+@pytest.mark.sampled(9)
 def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int) -> None:
     processes = OnGpus(4, method, local=local)
     for step in range(3):
@@ -160,6 +161,7 @@ def test_a_flag_is_sent_without_being_read(method: str, bad: float) -> None:
 
 @pytest.mark.parametrize("method", ["uncompressed", "2 bits", "blocks", "low rank"])
 @pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.sampled(3)
 def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     """The shards before the own one, those after it, and a short last one: three batches at most,
     where one is all there is with two processes."""
@@ -178,6 +180,7 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
 
 @every_method
 @pytest.mark.parametrize(("local", "residual_dtype"), [(1, "fp32"), (2, "int8")])
+@pytest.mark.sampled(7)
 def test_an_accelerator_delivers_what_a_cpu_does(
     method: str, local: int, residual_dtype: ResidualDtype
 ) -> None:
@@ -253,6 +256,7 @@ AROUND = (*SURROUNDINGS, "another default type")
         *itertools.product(CODED, ("fp32",), AROUND),
     ],
 )
+@pytest.mark.sampled(31)
 def test_surroundings_change_no_bit(
     method: str, residual_dtype: ResidualDtype, around: str
 ) -> None:
@@ -263,6 +267,31 @@ def test_surroundings_change_no_bit(
     for a, b in zip(plain, other, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@every_method
+@pytest.mark.usefixtures("deterministic")
+def test_every_operator_has_a_deterministic_form_on_cuda(method: str) -> None:
+    processes = OnGpus(2, method, holds=True, residual_dtype="int8")
+    processes.hold(_gradients(2, 0))
+    processes.reduce(_gradients(2, 1))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_every_operator_of_entropy_coding_has_a_deterministic_form_on_cuda() -> None:
+    codec, values = CODED["1 bit"], torch.randn(2, 5000)
+    assert isinstance(codec, EntropyCoded)
+    payloads = torch.empty(2, codec.packed_bytes(5000), dtype=torch.uint8)
+    with Gpu(plain=True).watched():
+        codec.pack_rows(values, payloads)
+        codec.unpack_add_rows(payloads, torch.zeros(5000))
 
 
 # ---- memory
