@@ -93,6 +93,8 @@ class GradientHook:
         self._is_unfinished = False
         """Buckets were reduced and backward has not ended, or a step began without a decision."""
         self._skipped_in_a_row = 0
+        self._autocast_scale: float | None = None
+        """Of the step under way; reading it waits for the device."""
         self.before_forward: list[Callable[[], None]] = [self._drop_unfinished]
         self._install()
 
@@ -121,6 +123,7 @@ class GradientHook:
             before = self._scale()
             try:
                 skipped = decide_overflow()
+                self._autocast_scale = None
                 self._count_skipped(skipped=bool(skipped) and self._scale() >= before)
                 if self._exchange is not None:
                     with self._counters.purpose(Purpose.REDUCE):  # small sums over all ranks
@@ -128,6 +131,8 @@ class GradientHook:
             except BaseException:  # DeepSpeed raises if the loss scale can fall no further
                 self.drop_step()
                 raise
+            finally:
+                self._autocast_scale = None  # the step may update it from here on
             return skipped
 
         def step_begins() -> None:
@@ -267,7 +272,11 @@ class GradientHook:
         """Return the gradients' factor: the loss scale, or torch autocast's scaler."""
         scaler = getattr(self._optimizer, "torch_autocast_gradscaler", None)
         scale = float(self._optimizer.loss_scale)
-        return scale * float(scaler.get_scale()) if scaler is not None else scale
+        if scaler is None:
+            return scale
+        if self._autocast_scale is None:
+            self._autocast_scale = float(scaler.get_scale())
+        return scale * self._autocast_scale
 
     def detach(self) -> None:
         """Give the optimizer its own methods back."""

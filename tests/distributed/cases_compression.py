@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -317,7 +318,10 @@ def loads(folder: str, section: dict[str, Any]) -> dict[str, float]:
 
 
 def autocast_residual() -> dict[str, float]:
-    """Largest residual entry after a step in fp32, and under torch autocast with its scaler."""
+    """Largest residual entry after a step in fp32, and under torch autocast with its scaler.
+
+    `asked`: how often a second step read the scaler's scale, for which a GPU's host waits.
+    """
     largest = {}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     for name, sections in (("fp32", {}), ("autocast", autocast)):
@@ -328,7 +332,11 @@ def autocast_residual() -> dict[str, float]:
         residuals = ds_ckpt.session_of(engine).residuals
         largest[name] = max(float(r.abs().max()) for r in residuals.values())
         scaler = engine.optimizer.torch_autocast_gradscaler
-        largest[f"{name} scale"] = float(scaler.get_scale()) if scaler is not None else 1.0
+        if scaler is not None:
+            largest["autocast scale"] = float(scaler.get_scale())
+            with patch.object(scaler, "get_scale", wraps=scaler.get_scale) as asked:
+                models.train(engine, "llama", 1, first=1)
+            largest["asked"] = asked.call_count
         engine.destroy()
     return largest
 

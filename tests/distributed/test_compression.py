@@ -90,6 +90,7 @@ ONCE = topk_section(topk={"density": 0.05}, exchange={"when": "accumulation_boun
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_nothing_is_lost(
     request: pytest.FixtureRequest, world: str, kind: str, section: Any, accumulation: int
 ) -> None:
@@ -107,6 +108,7 @@ def test_nothing_is_lost(
         pytest.param("micro_step", 1, "nan", (1, 0, "model.norm.weight"), marks=SLOW),
     ],
 )
+@pytest.mark.sampled(1)
 def test_non_finite_passes_through(
     world2: Any, when: str, accumulation: int, value: str, where: tuple[int, int, str]
 ) -> None:
@@ -139,6 +141,7 @@ def test_resume_on_the_same_world_is_bit_exact(world2: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.sampled(1)
 def test_another_world_size_keeps_the_sum(
     world2: Any, world4: Any, tmp_path: Path, dtype: str
 ) -> None:
@@ -201,6 +204,7 @@ def test_residuals_are_free_of_autocasts_scale(world2: Any) -> None:
     for process in world2.run(cases.autocast_residual):
         assert process["autocast scale"] > 1000
         assert process["autocast"] < 3 * process["fp32"]
+        assert process["asked"] == 1
 
 
 @SLOW
@@ -218,6 +222,7 @@ def test_one_exchange_an_accumulated_step(world2: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.sampled(1)
 def test_gradients_that_the_program_drops_leave_nothing(world2: Any, accumulation: int) -> None:
     for process in world2.run(cases.given_up, LOSSY["quantize 4"], accumulation):
         assert process["with"] == process["without"]
