@@ -1,6 +1,7 @@
 """For all tests: no process may outlive the session, CI may not pass on skips alone, slow waits.
 
-Tests marked `slow` run with `--slow` only; `./scripts/test.sh --slow` runs everything.
+Tests marked `slow` run with `--slow` only, and of those marked `sampled(n)` all but n of their
+parameters; `./scripts/test.sh --slow` runs everything.
 """
 
 from __future__ import annotations
@@ -32,9 +33,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--slow"):
         return
     wait = pytest.mark.skip(reason="slow: runs with --slow")
+    tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(wait)
+        elif item.get_closest_marker("sampled"):
+            tables.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for rows in tables.values():
+        (count,) = rows[0].get_closest_marker("sampled").args
+        kept = {number * len(rows) // count for number in range(count)}
+        for number, row in enumerate(rows):
+            if number not in kept:
+                row.add_marker(wait)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,6 +22,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     ("method", "accumulation", "options"),
     [("topk", 1, {}), ("powersgd", 2, {}), ("topk", 2, {"bucket": 10**6})],
 )
+@pytest.mark.sampled(1)
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
     world2: Any, method: str, accumulation: int, options: dict[str, int]
 ) -> None:
@@ -41,6 +42,7 @@ def test_a_failed_exchange_raises_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
+@pytest.mark.sampled(1)
 def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
     world2: Any, tmp_path: Path, method: str, what: str
 ) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.models import quantize_section
 
 @pytest.mark.parametrize("slow", ["ours", "other"])
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.sampled(2)
 def test_the_shorter_step_is_chosen_by_all_ranks(
     world2: Any, tmp_path: Path, slow: str, accumulation: int
 ) -> None:

@@ -17,6 +17,7 @@ from tests.distributed import cases_counters as cases
         ("reduce_scatter", "world2"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_counted_bytes_are_those_at_the_interface(
     request: pytest.FixtureRequest, world: str, op: str
 ) -> None:

@@ -48,6 +48,7 @@ FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
     ],
     ids=["fp32", "bf16, nothing compressed", "fp16, fixed scale", "fp16, dynamic scale"],
 )
+@pytest.mark.sampled(2)
 def test_a_run_that_skips_every_step_warns_once(
     world2: Any, section: dict[str, Any], options: dict[str, Any], warns: bool
 ) -> None:

@@ -16,6 +16,7 @@ KINDS = ["llama", "llama-tied", "mixtral", "lora", "plain"]
     ("kind", "reuse"),
     [*((kind, 0) for kind in ("llama-tied", "mixtral", "plain")), ("llama", 1e9), ("lora", 1e9)],
 )
+@pytest.mark.sampled(2)
 def test_at_most_two_gathers_from_the_first_step(world2: Any, kind: str, reuse: float) -> None:
     without, ours = (
         world2.run(cases_gather.gathers, kind, reuse, mode, 3, 1) for mode in ("none", "ours")
@@ -47,6 +48,7 @@ def test_every_micro_step_of_an_accumulated_step(world2: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "shared", "nested", "llama-dropout"])
+@pytest.mark.sampled(4)
 def test_gradients_are_bitwise_those_of_no_checkpointing(world2: Any, kind: str) -> None:
     plain = world2.run(cases_gather.gradients, kind, {})
     activation: dict[str, Any] = {"policy": "block"}

@@ -32,6 +32,7 @@ SECTIONS = {"powersgd": low_rank(), "by rules": by_rules("steps")}
 @pytest.mark.parametrize(
     ("section", "world"), [*((s, "world2") for s in SECTIONS), ("powersgd", "world4")]
 )
+@pytest.mark.sampled(2)
 def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: str) -> None:
     chosen = SECTIONS[section]
     for process in request.getfixturevalue(world).run(cases.conservation, "llama", chosen, 4):
@@ -40,6 +41,7 @@ def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: st
 
 
 @pytest.mark.parametrize("section", ["powersgd", "by rules"])
+@pytest.mark.sampled(1)
 def test_non_finite_passes_through(world2: Any, section: str) -> None:
     where = (1, 1, "model.layers.1.mlp.down_proj.weight")
     for process in world2.run(cases.poisoned, SECTIONS[section], float("inf"), where, 2):
@@ -50,6 +52,7 @@ def test_non_finite_passes_through(world2: Any, section: str) -> None:
 
 
 @pytest.mark.parametrize("section", [low_rank(), by_rules("energy")], ids=["powersgd", "by rules"])
+@pytest.mark.sampled(1)
 def test_resume_on_the_same_world_is_bit_exact(
     world2: Any, tmp_path: Path, section: dict[str, Any]
 ) -> None:

@@ -22,6 +22,7 @@ def section_of(momentum: Any = 0.4, **compression: Any) -> dict[str, Any]:
     [{"accumulation": 2}, {"offload_optimizer": True, "clip": 0.1}, {"bf16": {"enabled": True}}],
     ids=["accumulation", "offload", "bf16"],
 )
+@pytest.mark.sampled(2)
 def test_the_first_moment_is_corrected_from_the_warm_ups_end(
     world2: Any, options: dict[str, Any]
 ) -> None:

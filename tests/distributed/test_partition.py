@@ -36,6 +36,7 @@ def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: An
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
     for split in _check(world2, kind, 2, _sections()):
         assert split["whole"] == [3 * HIDDEN] * 2

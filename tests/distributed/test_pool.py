@@ -20,6 +20,7 @@ def pool() -> Iterator[Pool]:
     own.stop()
 
 
+@pytest.mark.slow
 def test_an_error_is_reported_while_the_others_wait(pool: Pool) -> None:
     victim = 1
     pool.run(cases_pool.rank)

@@ -52,6 +52,7 @@ WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
         ("parameters offloaded", "3 bits", "inf"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_non_finite_passes_through(world2: Any, options: str, section: str, value: str) -> None:
     given = (SECTIONS[section], float(value), WHERE, 2)
     results = world2.run(on, [2], cases_compression.poisoned, *given, **OPTIONS[options])
@@ -59,6 +60,7 @@ def test_non_finite_passes_through(world2: Any, options: str, section: str, valu
     assert all(process["skips"] == 1 for process in results)
 
 
+@pytest.mark.slow
 def test_non_finite_passes_through_two_levels(world4: Any) -> None:
     given = EVERYTHING, float("nan"), (3, *WHERE[1:]), 2
     results = world4.run(on, [2, 2], cases_compression.poisoned, *given, **OPTIONS["fp16"])
@@ -81,6 +83,7 @@ def _passed_through(results: list[dict[str, Any]]) -> None:
         ("world4", [2, 2], "parameters offloaded"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_resume_is_bit_exact(
     request: pytest.FixtureRequest, tmp_path: Path, world: str, slots: list[int], options: str
 ) -> None:
@@ -92,6 +95,7 @@ def test_resume_is_bit_exact(
 
 
 @pytest.mark.parametrize("options", ["bf16", "fp16", "parameters offloaded"])
+@pytest.mark.sampled(2)
 def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
     """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
     given = {"lr": 3e-4, **OPTIONS[options]}

@@ -26,6 +26,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("name", list(SECTIONS))
+@pytest.mark.sampled(2)
 def test_every_kind_of_state_resumes_to_the_bit(world2: Any, tmp_path: Path, name: str) -> None:
     section = SECTIONS[name]
     whole = world2.run(cases.train, section, 6, 3, str(tmp_path))

@@ -11,6 +11,7 @@ from tests.distributed import cases_soak
 
 
 @pytest.mark.parametrize("leaks", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_growth_is_found_and_nothing_else(world2: Any, tmp_path: Path, leaks: bool) -> None:
     found = world2.run(cases_soak.short, str(tmp_path), 40, leaks=leaks)
     for grown in found:

@@ -83,6 +83,7 @@ def section(every_n_steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.sampled(1)
 def test_falling_back_happens_everywhere_in_the_same_step(
     world2: Any, tmp_path: Path, accumulation: int
 ) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
     [(ONE, 0.5, 1), (ONE, 2.0, 1), pytest.param(TWO, 2.0, 2, marks=pytest.mark.slow)],
     ids=["resident is quicker", "DeepSpeed is quicker", "hpZ is quicker"],
 )
+@pytest.mark.sampled(1)
 def test_weights_are_where_they_make_steps_shorter(
     world2: Any, world4: Any, tmp_path: Path, slots: list[int], resident_s: float, hpz: int
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
         (TWO, "plain", {}, WHOLE, "", FP32),
     ],
 )
+@pytest.mark.sampled(2)
 def test_two_models_divided_together_are_each_their_own(
     request: pytest.FixtureRequest,
     slots: list[int],
@@ -86,6 +88,7 @@ def test_two_models_divided_together_are_each_their_own(
 @pytest.mark.parametrize(
     ("a", "b", "order", "written"), [(LOSSLESS, {}, "ba", "a"), (WHOLE, WHOLE, "ab", "b")]
 )
+@pytest.mark.sampled(1)
 def test_weights_of_two_models_are_written_together(
     world2: Any, a: Any, b: Any, order: str, written: str
 ) -> None:
@@ -107,6 +110,7 @@ def test_weights_of_two_models_are_written_together(
     ],
     ids=["frozen", "fp32", "hpz alone", "hpz", "4 hosts", "no copy"],
 )
+@pytest.mark.sampled(2)
 def test_a_budget_counts_what_a_host_keeps(
     world4: Any, slots: list[int], kind: str, section: Any, options: dict[str, Any]
 ) -> None:

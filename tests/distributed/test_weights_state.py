@@ -49,6 +49,7 @@ def _same(ours: dict[str, Any], plain: dict[str, Any], *what: str) -> None:
         pytest.param(TWO, "llama-tied", LOSSLESS, {"accumulation": 2, "chunk": 200}, marks=SLOW),
     ],
 )
+@pytest.mark.sampled(4)
 def test_after_every_step_all_hosts_hold_what_the_owners_have(
     request: pytest.FixtureRequest,
     slots: list[int],
@@ -79,6 +80,7 @@ def test_after_every_step_all_hosts_hold_what_the_owners_have(
     [quantize_section(), {**BLOCK, **quantize_section(rules=[])}],
     ids=["4 bits", "block, 4 bits"],
 )
+@pytest.mark.sampled(1)
 def test_beside_checkpointing_and_compression(world2: Any, beside: dict[str, Any]) -> None:
     without = world2.run(cases.laws, ONE, "llama", beside, 4, accumulation=2)
     ours = world2.run(cases.laws, ONE, "llama", {**beside, **LOSSLESS}, 4, accumulation=2)
@@ -103,6 +105,7 @@ def test_weights_that_torch_autocast_rounds(
         _same(process, baseline, "losses", "evaluated", "weights")
 
 
+@pytest.mark.slow
 def test_codecs_are_compared_by_step_time(world2: Any) -> None:
     """Both take turns; training is the same with any."""
     plain = world2.run(cases.laws, ONE, "llama", {}, 2 * HALF + 2)
@@ -157,6 +160,7 @@ def test_bytes_between_hosts_are_those_of_what_is_trained(world2: Any, kind: str
         (TWO, "llama", LOSSLESS, {"offload_optimizer": True}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_weights_that_the_user_writes_reach_every_node(
     request: pytest.FixtureRequest,
     slots: list[int],

@@ -145,6 +145,7 @@ STEPS = [backward, _twice, _evaluation_before_backward, _in_both_modes]
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("module", MODULES)
 @KINDS
+@pytest.mark.sampled(24)
 def test_state_is_changed_once(module: str, step: Any, kind: str) -> None:
     same(MODULES[module], kind, step, steps=2 if step is _twice else 3)
 
@@ -177,6 +178,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @KINDS
+@pytest.mark.sampled(4)
 def test_changes_before_backward_do_not_reach_the_recomputation(change: str, kind: str) -> None:
     def step(model: nn.Module) -> list[Tensor]:
         parts = [part for part in model.modules() if isinstance(part, Reads)]
@@ -267,6 +269,7 @@ STATES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 
 @KINDS
 @pytest.mark.parametrize("state", STATES)
+@pytest.mark.sampled(4)
 def test_a_block_that_replaces_the_tensors_of_an_object(state: str, kind: str) -> None:
     make, inner = STATES[state]
 

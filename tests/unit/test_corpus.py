@@ -26,6 +26,7 @@ def corpus() -> Corpus:
     return embedded_corpus()
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_gets_the_same(
     corpus: Corpus, tmp_path: Path
 ) -> None:

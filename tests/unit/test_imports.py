@@ -44,6 +44,7 @@ VALIDATE = (
         (VALIDATE, "transformers"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_imports_are_light(code: str, heavy: str) -> None:
     check = f"sys.exit(' '.join({{*{heavy.split()}}} & {{*sys.modules}}) or None)"
     command = [sys.executable, "-c", f"import sys; {code}; {check}"]

@@ -341,6 +341,7 @@ def test_evaluation_leaves_nothing_behind(kind: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("block", [0, 2, 3])
 @pytest.mark.parametrize("policy", ["block", "offload"])
+@pytest.mark.sampled(8)
 def test_an_exception_gives_everything_back(where: str, block: int, policy: str) -> None:
     if (where, policy) == ("recompute", "offload"):
         pytest.skip("nothing is recomputed")

@@ -49,6 +49,7 @@ def _measured(model: nn.Module, data: dict[str, Any], units: list[Unit]) -> int:
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ARCHITECTURES]
 )
+@pytest.mark.sampled(2)
 def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     model, data = build(kind, 2), batch(kind)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -170,6 +171,7 @@ def _large() -> tuple[nn.Module, dict[str, Any], Survey]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.sampled(1)
 def test_plans_keep_what_they_promise(offload: bool) -> None:
     model, data, found = _large()
     planner = Planner(found, RATES, 1024)

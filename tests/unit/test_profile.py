@@ -51,6 +51,7 @@ def _subject(kind: str, **options: object) -> Subject:
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart", "t5", "vit", "mixtral"])
+@pytest.mark.sampled(2)
 def test_real_tensors_hold_and_compute_the_same(kind: str) -> None:
     subject, wanted = _subject(kind), compared(("block", "selective"), None, None)
     model, batch = subject.build(2)
