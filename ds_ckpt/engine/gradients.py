@@ -10,17 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_ckpt.compression.base import on_host
 from ds_ckpt.config.compression import CompressionConfig, exchange_settings
 from ds_ckpt.engine.guard import ErrorSampler, Guard, gradient_norm
 from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
+from ds_ckpt.exchange.exchange import Bucket
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
 from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry.memory import grown_outside_torch
 from ds_ckpt.telemetry.steps import ExchangeSample
 from ds_ckpt.zero3.compatibility import ends_step, same_ranks, shard_group
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
@@ -73,9 +76,12 @@ class Gradients:
             embeddings=embeddings,
             tuner=tuner,
         )
+        self._nccl_bytes = 0
         reserve = partial(self.step.reserve, sizes, device)
         try:
             run_on_all_or_raise(reserve, what="allocate its residuals")
+            if not on_host(device):
+                self._rehearse(device)
         except BaseException:
             self.discard()
             raise
@@ -85,6 +91,14 @@ class Gradients:
             acts, logs = config.guard.action == "dense", dist.get_rank() == 0
             self.guard = Guard(self.step, config.guard.limits(), acts=acts, logs=logs)
             self.sampler.observe(config.guard.every_n_steps, self.guard.check)
+
+    def _rehearse(self, device: torch.device) -> None:
+        """Exchange the largest bucket: first without sending it, which may fail on one rank."""
+        bucket = largest_bucket(self._engine)
+        alone = partial(self.step.rehearse, bucket, device, sends=False)
+        run_on_all_or_raise(alone, what="run its kernels")
+        together = partial(self.step.rehearse, bucket, device, sends=True)
+        self._nccl_bytes = grown_outside_torch(device, together)
 
     def sample(self) -> ExchangeSample:
         """Return the times and errors of the last step."""
@@ -104,12 +118,13 @@ class Gradients:
     def resident_bytes(self) -> dict[str, int]:
         """Return about how many bytes of the accelerator the exchange takes, by purpose.
 
-        A bucket has its packets, sent and received, and two fp32 working copies.
+        A bucket has its packets, sent and received, and two fp32 working copies. NCCL's buffers
+        are counted with it.
         """
         numels = [math.prod(t.shape) for t in self.assignment.tensors]
         entries = max(int(self._engine.optimizer.reduce_bucket_size), *numels)
         entry_bytes = 8 + 2 * self.assignment.sent_bytes / sum(numels)
-        found = {"exchange buffers": int(entries * entry_bytes)}
+        found = {"exchange buffers": int(entries * entry_bytes) + self._nccl_bytes}
         if self.feedback is not None and not self.feedback.on_host:
             found["residuals"] = self.feedback.nbytes
         return found
@@ -145,6 +160,8 @@ class Gradients:
         if feedback is not None:
             memory = "host memory" if feedback.on_host else "memory"
             facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")
+        if self._nccl_bytes:
+            facts.append(f"NCCL's buffers take {self._nccl_bytes / 1e6:,.4g} MB of memory")
         why = why_not_corrected(self._engine.optimizer)
         if self._settings.momentum_correction and why:
             facts.append(f"no momentum correction: {why}")
@@ -177,6 +194,20 @@ def exchanged(engine: Any) -> list[tuple[str, Any]]:
 def _shapes(engine: Any, named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Size, int]]:
     sent_as = engine.optimizer.get_param_comm_dtype  # communication_data_type, or autocast's
     return [(n, p.ds_shape, sent_as(p).itemsize) for n, p in named]
+
+
+def largest_bucket(engine: Any) -> Bucket:
+    """Return the bucket with the most entries if gradients arrive in the reverse of their order."""
+    limit = int(engine.optimizer.reduce_bucket_size)
+    buckets: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
+    filled, sent_as = 0, engine.optimizer.get_param_comm_dtype
+    for name, param in reversed(exchanged(engine)):
+        if filled and filled + param.ds_numel > limit:  # DeepSpeed reduces what it has before
+            buckets.append([])
+            filled = 0
+        buckets[-1].append((name, param.ds_shape, sent_as(param)))
+        filled += param.ds_numel
+    return max(buckets, key=lambda bucket: sum(shape.numel() for _, shape, _ in bucket))
 
 
 def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:

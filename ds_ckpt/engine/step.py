@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.exchange import AllToAllExchange, Bucket
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose, ExchangeSettings
@@ -101,6 +101,11 @@ class StepState:
         """See `AllToAllExchange.reserve`."""
         others = () if self._warm_up is None else (self._warm_up,)
         self.exchange.reserve(shapes, device, *others)
+
+    def rehearse(self, bucket: Bucket, device: torch.device, *, sends: bool) -> None:
+        """Rehearse all that steps may do with a bucket; see `AllToAllExchange.rehearse`."""
+        others = () if self._warm_up is None else (self._warm_up,)
+        self.exchange.rehearse(bucket, device, *others, _uncompressed, sends=sends)
 
     def reduce(
         self,

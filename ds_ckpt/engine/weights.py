@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_ckpt.compression.base import on_host
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, new_groups
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.telemetry.memory import free_on
+from ds_ckpt.telemetry.memory import free_on, grown_outside_torch
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.compatibility import same_ranks, shard_group
@@ -41,6 +42,7 @@ class ResidentWeights:
 
     Attributes:
         tuner: None if there is nothing to choose.
+        nccl_bytes: what NCCL has allocated for the groups.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ResidentWeights:
         may_detach: bool,
     ) -> None:
         self.hook, self.codecs, self.groups = hook, codecs, groups
+        self.nccl_bytes = 0
         self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
         candidates = [*codecs, *[GATHERED] * may_detach]
         self.tuner: Tuner | None = None
@@ -63,7 +66,8 @@ class ResidentWeights:
         """Return a clause for the line at the start."""
         nodes, mb = self.hook.layout.nodes, self.hook.nbytes / 1e6
         changes = f"changes sent {' or '.join(self.codecs)}"
-        return f"weights resident on each of {nodes} nodes, {mb:.4g} MB per rank, {changes}"
+        nccl = f", NCCL's buffers {self.nccl_bytes / 1e6:,.4g} MB" if self.nccl_bytes else ""
+        return f"weights resident on each of {nodes} nodes, {mb:.4g} MB per rank{nccl}, {changes}"
 
     def step_ended(self, *, is_busy: bool) -> None:
         """Count the step, and place the weights for the next one. Collective.
@@ -163,12 +167,17 @@ def make_resident(
             gather_hook,
             gradient_hook,
         )
+        nccl_bytes = 0
+        if not on_host(hook.device):
+            nccl_bytes = grown_outside_torch(hook.device, hook.rehearse)
     except BaseException:
         for group in (between, inside):
             discard(group)
         raise
     may_detach = config.resident == "auto"
-    return ResidentWeights(engine, hook, codecs, (between, inside), may_detach=may_detach)
+    resident = ResidentWeights(engine, hook, codecs, (between, inside), may_detach=may_detach)
+    resident.nccl_bytes = nccl_bytes
+    return resident
 
 
 def _codecs(config: WeightsConfig, dtype: torch.dtype) -> dict[str, ChangeCodec]:

@@ -41,10 +41,12 @@ from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.metric import PreconditionerEstimate
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.transport import Packets, Transport
+from ds_ckpt.exchange.transport import Packets, Transport, Unsent
 from ds_ckpt.telemetry.timings import Errors, Timings
 
 _LONGEST_DOT = 1 << 30
+Bucket = Sequence[tuple[str, torch.Size, torch.dtype]]
+"""Name, shape and gradient dtype of the parameters of a bucket."""
 
 
 @contextmanager
@@ -146,21 +148,40 @@ class AllToAllExchange:
     def reserve(
         self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
-        """Allocate residuals and compile kernels, also for `others`, compressors of other steps."""
+        """Allocate residuals, also for `others`, compressors of other steps."""
         ways = (self._choose, *others) if self.world > 1 else ()
-        codecs: dict[str, Codec] = {}
         for name, shape in shapes:
-            chosen = [choose(name, shape) for choose in ways]
-            compressors = [compressor for compressor in chosen if compressor is not None]
-            codecs |= {c.describe(): c.codec for c in compressors if c.codec is not None}
-            if compressors or self._accumulates:
+            if self._accumulates or any(choose(name, shape) is not None for choose in ways):
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(name, layout.numel, device)
-        for codec in codecs.values() if not on_host(device) else ():
-            values = torch.zeros(1, 1024, dtype=torch.float32, device=device)
-            payload = torch.empty(1, codec.packed_bytes(1024), dtype=torch.uint8, device=device)
-            codec.pack_rows(values, payload)
-            codec.unpack_add_rows(payload, values[0])
+
+    def rehearse(self, bucket: Bucket, device: torch.device, *others: Choose, sends: bool) -> None:
+        """Exchange a bucket of zeros as steps will, also by `others`, and roll it back.
+
+        NCCL allocates buffers for each peer with a group's first messages, and Triton compiles a
+        kernel with its first call: here, and not in the first backward, after memory is planned.
+        Collective, unless nothing is sent (`sends`).
+        """
+        names = [name for name, _, _ in bucket]
+        first = self.accumulate if self._accumulates else self.average
+        transport, in_host = self.transport, self._in_host
+        if not sends:
+            self.transport = Unsent(transport)
+            self._in_host = in_host and InHostSum(Unsent(in_host.transport), in_host.peers)
+        try:
+            for choose in (self._choose, *others):
+                for reduce in (first, self.average):  # the second one adds to a residual
+                    zeros = [torch.zeros(shape, dtype=dt, device=device) for _, shape, dt in bucket]
+                    reduce(names, zeros, choose=choose)
+                if sends:  # raises on all ranks if versions of the wire format differ
+                    assert not self.nonfinite_buckets, "a bucket of zeros"
+                self._finite, self._same_version = [], None
+                self.feedback.rollback()
+                self.factors.rollback()
+                self.reset_step()
+        finally:
+            self.transport, self._in_host = transport, in_host
+            self.timings.seconds.clear()
 
     def reset_step(self) -> None:
         """Forget the flag of accumulated gradients; the caller commits or rolls back the rest."""

@@ -179,35 +179,35 @@ def discard(group: Any) -> None:
 
 
 class InHostSum:
-    """One rank's end of the sum inside its node; `peers` as in `Groups`."""
+    """One rank's end of the sum inside its node, over `transport`; `peers` as in `Groups`."""
 
     def __init__(self, transport: Transport, peers: Sequence[tuple[int, ...]]) -> None:
-        self._transport = transport
-        self._peers = peers
+        self.transport = transport
+        self.peers = peers
 
     @property
     def processes(self) -> int:
         """Ranks of a node."""
-        return self._transport.world
+        return self.transport.world
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks that this one exchanges with between nodes, itself included."""
-        return self._peers[self._transport.dp_rank]
+        return self.peers[self.transport.dp_rank]
 
     def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
         """Return this rank's local shard of each tensor [n], summed over the node.
 
         Shards are in fp32, or the gradient's dtype if that is wider.
         """
-        me = self._transport.dp_rank
-        layouts = [[local_shard(s, members) for s in shards] for members in self._peers]
+        me = self.transport.dp_rank
+        layouts = [[local_shard(s, members) for s in shards] for members in self.peers]
         sizes = [
             [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
             for cs in layouts
         ]
         entries = [[c.numel for c in cs] for cs in layouts]
-        packets = Packets(self._transport, sizes, entries, flats[0].device, header_bytes=0)
+        packets = Packets(self.transport, sizes, entries, flats[0].device, header_bytes=0)
         for peers, (_, *payloads) in packets.outgoing:
             for i, (flat, payload) in enumerate(zip(flats, payloads, strict=True)):
                 theirs = [layouts[peer][i] for peer in peers]

@@ -80,6 +80,20 @@ class TorchTransport:
         self._all_reduce(tensor, group=self._group)
 
 
+class Unsent:
+    """A `Transport` of a group's size that sends nothing, and receives zeros."""
+
+    def __init__(self, like: Transport) -> None:
+        self.world, self.dp_rank = like.world, like.dp_rank
+
+    def all_to_all(self, output: Tensor, *_: object) -> None:
+        """Receive zeros."""
+        output.zero_()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+
 PACKET_ALIGNMENT_BYTES = 16
 """Packets begin at multiples: NCCL moves 16 bytes at a time from there."""
 

@@ -38,6 +38,25 @@ def free_on(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
+def grown_outside_torch(device: torch.device, action: Callable[[], None]) -> int:
+    """Return the bytes of a CUDA device that `action` takes beside torch's allocator, else 0.
+
+    For a group's first messages these are NCCL's buffers.
+    """
+    if device.type != "cuda":
+        action()
+        return 0
+
+    def outside() -> int:
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free) - int(torch.cuda.memory_reserved(device))
+
+    before = outside()
+    action()
+    return max(outside() - before, 0)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the tensor's version counter; 0 for tensors of inference mode, which have none."""
     return 0 if tensor.is_inference() else int(tensor._version)

@@ -78,6 +78,12 @@ class ReplicaTransfer:
         self.received = 0
         self._launch()
 
+    def rehearse(self, nbytes: int) -> None:
+        """Send a packet of zeros and drop it: NCCL makes buffers with a group's first message."""
+        packet = torch.zeros(nbytes, dtype=torch.uint8, device=self._device())
+        self.start([packet], is_fixed_size=True)
+        self.receive()
+
     def receive(self) -> dict[int, Tensor]:
         """Wait for the next chunk. Returns its packets by owner, on the device that sent them."""
         chunk = self._in_flight.popleft()

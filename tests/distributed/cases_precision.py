@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from deepspeed.accelerator import get_accelerator
 
+from ds_ckpt.engine import gradients, weights
+from ds_ckpt.engine.step import StepState
+from ds_ckpt.zero3.weights import WeightsHook
 from tests.distributed.cases_levels import hosts
 
 T = TypeVar("T")
@@ -28,3 +32,17 @@ def on(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any
     """Another case, on hosts with so many processes each, in any precision."""
     with hosts(slots), fp16_on_cpu():
         return case(*arguments, **options)
+
+
+def rehearsed(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Another case, whose exchanges are rehearsed at attach as on an accelerator."""
+    with (
+        patch.object(gradients, "on_host", lambda device: False),
+        patch.object(weights, "on_host", lambda device: False),
+        patch.object(WeightsHook, "rehearse", autospec=True, side_effect=WeightsHook.rehearse) as w,
+        patch.object(StepState, "rehearse", autospec=True, side_effect=StepState.rehearse) as g,
+    ):
+        found = on(slots, case, *arguments, **options)
+        assert [call.kwargs["sends"] for call in g.call_args_list] == [False, True]
+        assert w.call_count == 1
+    return found

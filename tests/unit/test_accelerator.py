@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class OnGpus:
         )
         self.gpus = [Gpu() for _ in range(size)]
         for gpu, exchange in zip(self.gpus, self.world.exchanges, strict=True):
-            inside = [exchange._in_host._transport] if exchange._in_host is not None else []
+            inside = [exchange._in_host.transport] if exchange._in_host is not None else []
             for transport in (exchange.transport, *inside):
                 for name in ("all_to_all", "all_reduce"):
                     setattr(transport, name, gpu.uncounted(getattr(transport, name)))
@@ -173,6 +174,68 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
         counts[size] = max(sum(gpu.launches.values()) for gpu in processes.gpus)
     assert counts[16] <= 1.05 * counts[4]
     assert counts[16] <= 2.5 * counts[2]
+
+
+# ---- 3, 12: what an exchange needs is there before the first backward
+
+
+@pytest.mark.parametrize(
+    ("method", "local", "holds"),
+    [*((method, 1, False) for method in METHODS), ("3 bits", 2, True), (BESIDE, 1, True)],
+)
+def test_a_rehearsal_runs_all_that_a_step_runs_and_leaves_nothing(
+    method: str, local: int, holds: bool
+) -> None:
+    """Kernels are those of the operators, messages those of every group, of the same sizes."""
+    size = 2 * local
+    processes = OnGpus(size, method, local=local, holds=holds)
+    sent = _messages(processes)
+    bucket = [(n, torch.Size(s), torch.bfloat16) for n, s in zip(_names(4), SHAPES, strict=True)]
+    seen: list[set[str]] = []
+    for sends in (False, True):
+        if sends:
+            assert not sent
+
+        def rehearse(p: int, sends: bool = sends) -> None:
+            processes.world.exchanges[p].rehearse(bucket, DEVICE, sends=sends)
+
+        with processes.gpus[0].watched():
+            processes.world.virtual.run(lambda p: in_threads(processes.gpus[p], rehearse)(p))
+        seen += [set(gpu.launches) for gpu in processes.gpus]
+    assert not any(feedback.state_dict() for feedback in processes.world.feedbacks)
+    rehearsed = set(sent)
+    sent.clear()
+    for step in range(2):
+        if holds:
+            processes.hold(_gradients(size, step))
+        processes.reduce(_gradients(size, step))
+        new = [set(gpu.launches) - seen[0] for gpu in processes.gpus]
+        assert new == [set()] * size
+        processes.verdict()
+    # with a residual, as with none
+    assert {(group, what) for group, what, _ in sent} == {(g, w) for g, w, _ in rehearsed}
+    assert set(sent) <= rehearsed
+
+
+def _messages(processes: OnGpus) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return what is sent from here on, by any process: level, collective, sizes."""
+    sent: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def noting(call: Callable[..., Any], *what: str) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            sent.append((*what, tuple(args[3]) if len(args) > 1 else tuple(args[0].shape)))
+            return call(*args)
+
+        return noted
+
+    for exchange in processes.world.exchanges:
+        levels = {"between": exchange.transport}
+        if exchange._in_host is not None:
+            levels["inside"] = exchange._in_host.transport
+        for level, transport in levels.items():
+            for name in ("all_to_all", "all_reduce"):
+                setattr(transport, name, noting(getattr(transport, name), level, name))
+    return sent
 
 
 # ---- the same numbers as on the CPU

@@ -2,8 +2,9 @@
 
 Arithmetic on sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
 `runtime/zero/stage3.py`): shards of `ceil(numel / world)`, 32-bit master weights beside the
-optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`. Not
-counted: fragmentation, and NCCL's buffers.
+optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`. Of
+NCCL's buffers those of the plugin's groups are counted, as others have reported them. Not counted:
+fragmentation.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 _STATE_BYTES = {**dict.fromkeys(("adam", "adamw", "fusedadam", "lamb"), 8), "sgd": 0}
 _STATE_BYTES |= dict.fromkeys(("adagrad", "lion", "muon"), 4)
 """32-bit bytes an element of the optimizer's own state; SGD's momentum is added."""
+_NCCL_PEER_BYTES = 470_000_000
+"""Of each peer on the node: 3.28 GB for an all-to-all with 7 of them (H100, NCCL issue 1685)."""
+_NCCL_NETWORK_BYTES = 512 << 20
+"""Of a group on several nodes, whatever their number (NCCL issue 2363)."""
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -78,6 +83,7 @@ class States:
         temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
         host_bytes: in host memory; not part of the other fields.
         host_copy_bytes: this rank's part of its node's copy of the weights.
+        nccl_bytes: NCCL's buffers for groups of the plugin.
     """
 
     world: int
@@ -97,13 +103,14 @@ class States:
     hosts: int | None = None
     host_copy_bytes: int = 0
     residual_bytes: int = 0
+    nccl_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
         """Bytes on the accelerator during forward and backward."""
         kept = self.parameters_bytes + self.host_copy_bytes + self.gathered_bytes
         kept += self.gradients_bytes + self.optimizer_bytes + self.residual_bytes
-        return kept + self.communication_bytes
+        return kept + self.communication_bytes + self.nccl_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -157,7 +164,9 @@ def estimate(
 
     hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
-    residual_bytes, on_host = _residuals(parameters, config, world, hosts)
+    residual_bytes, on_host, nccl = _exchange(parameters, config, world, hosts)
+    if copy_bytes and lookup(config, ("ds_ckpt", "weights", "resident")):
+        nccl += _nccl_bytes(world // per_host, 1)
 
     host = residual_bytes * on_host
     if lookup(zero, ("offload_optimizer", "device")) in ("cpu", "nvme"):
@@ -185,6 +194,7 @@ def estimate(
         hosts=hosts,
         host_copy_bytes=copy_bytes,
         residual_bytes=residual_bytes * (not on_host),
+        nccl_bytes=nccl,
     )
     return states, tuple(notes)
 
@@ -211,17 +221,36 @@ def _hosts(
     return hosts, hpz if hpz > 1 else 0
 
 
-def _residuals(
+def _exchange(
     parameters: Parameters, config: Mapping[str, Any] | None, world: int, hosts: int | None
-) -> tuple[int, bool]:
-    """Bytes of the gradients' residuals, and whether they are in host memory."""
+) -> tuple[int, bool, int]:
+    """Bytes of the gradients' residuals, whether they are in host memory, and NCCL's bytes."""
     section = lookup(config, ("ds_ckpt", "compression"))
     if not section or section.get("method") in (None, "none") or world == 1:
-        return 0, False
+        return 0, False, 0
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
     accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
-    return residuals_of(parameters, settings, accumulation, world, hosts)
+    residuals = residuals_of(parameters, settings, accumulation, world, hosts)
+    return *residuals, nccl_bytes(settings, world, hosts)
+
+
+def nccl_bytes(settings: ExchangeSettings, world: int, hosts: int | None) -> int:
+    """Return the bytes of NCCL's buffers for the groups of an exchange, about."""
+    local = _ranks_of_node(settings, world, hosts)
+    if local > 1:
+        return _nccl_bytes(world // local, 1) + _nccl_bytes(1, local)
+    return _nccl_bytes(hosts or world, world // (hosts or world))
+
+
+def _nccl_bytes(hosts: int, local: int) -> int:
+    """Return what NCCL takes for an all-to-all of `local` ranks on each of `hosts` nodes."""
+    return _NCCL_PEER_BYTES * (local - 1) + _NCCL_NETWORK_BYTES * (hosts > 1)
+
+
+def _ranks_of_node(settings: ExchangeSettings, world: int, hosts: int | None) -> int:
+    """Return the ranks that divide a node's gradients: more than 1 with two levels."""
+    return world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
 
 
 def residuals_of(
@@ -236,8 +265,7 @@ def residuals_of(
     feedback = settings.residuals(0, holds=holds)
     if feedback is None:
         return 0, False
-    # with two levels, the ranks of a node divide them
-    local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
+    local = _ranks_of_node(settings, world, hosts)
     choose = settings.choose(parameters.embeddings, local)
     kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
     elements = sum(kept)

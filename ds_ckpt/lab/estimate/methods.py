@@ -21,7 +21,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.rules import ExchangeSettings
-from ds_ckpt.lab.estimate.memory import residuals_of
+from ds_ckpt.lab.estimate.memory import nccl_bytes, residuals_of
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
@@ -69,6 +69,12 @@ class Method:
             return 0, False
         world, hosts = machine.ranks, machine.hosts
         return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
+
+    def nccl_bytes(self, machine: Machine) -> int:
+        """Return the bytes of NCCL's buffers for the groups of the exchange."""
+        if self.settings is None or not machine.streams:
+            return 0
+        return nccl_bytes(self.settings, machine.ranks, machine.hosts)
 
 
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:

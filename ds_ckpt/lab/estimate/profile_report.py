@@ -47,6 +47,7 @@ def _states(profile: Profile) -> Table:
         (f"optimizer ({states.optimizer}, with 32-bit weights)", states.optimizer_bytes),
         ("gradients' residuals", states.residual_bytes),
         ("communication buffers", states.communication_bytes),
+        ("NCCL's buffers, about", states.nccl_bytes),
         ("temporary, in the optimizer's step", states.temporary_bytes),
         ("in host memory", states.host_bytes),
     ]

@@ -299,6 +299,7 @@ class Search:
         residuals, on_host = of.method.residual_bytes(model, machine, of.micro_steps)
         memory = {**memory, "activations": plan.needed_bytes}
         in_update = self._states[of.weights].step_bytes + memory["residuals"]
+        in_update += of.method.nccl_bytes(machine)
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
         return Candidate(
             replace(of, policy=policy),
@@ -321,13 +322,14 @@ class Search:
             if kind == ZERO1:
                 file["zero_optimization"] = {"stage": 1}
             parameters = self.question.model.parameters
-            found[kind], _ = estimate(parameters, file, self.machine.ranks, self.machine.hosts)
+            states, _ = estimate(parameters, file, self.machine.ranks, self.machine.hosts)
+            found[kind] = states if self.machine.streams else replace(states, nccl_bytes=0)
         return found
 
     def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
         """Bytes beside activations."""
-        model, states = self.question.model, self._states[kind]
-        residuals, on_host = method.residual_bytes(model, self.machine, self.each // sequences)
+        model, machine, states = self.question.model, self.machine, self._states[kind]
+        residuals, on_host = method.residual_bytes(model, machine, self.each // sequences)
         kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
             "weights, gradients, optimizer": kept,
@@ -335,6 +337,7 @@ class Search:
             "buckets": states.communication_bytes,
             "the node's copy of the weights": states.host_copy_bytes,
             "residuals": residuals * (not on_host),
+            "NCCL's buffers": states.nccl_bytes + method.nccl_bytes(machine),
             "gradients of activations, temporaries": model.temporary_bytes(sequences),
         }
 
