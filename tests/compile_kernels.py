@@ -1,30 +1,37 @@
 """Compile the fused kernels for GPUs that are not there, and print what the code has, as JSON.
 
     python -m tests.compile_kernels 80 90
+    python -m tests.compile_kernels steps
 
 Triton brings NVIDIA's assembler, so this ends with machine code; nothing is run. By kernel and
-compute capability: bytes of code, and products and sums at once (`fma`).
+compute capability: instructions of a warp without a branch taken back (`instructions`), loads and
+stores of 16 bytes at once (`wide`), and products and sums at once (`fma`).
+
+`steps`: an exchange on CPU tensors with a driver that compiles each kernel it is given and runs
+none. Printed are the kernels that are compiled at attach, and those of the steps after it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ds_ckpt.compression import Quantize
 from ds_ckpt.compression.fused import TILE
 
-COUNTS = dict.fromkeys(("rows", "numel", "values_stride", "payload_stride", "stride"), "i32")
+_LONG = ("numel", "values_stride", "payload_stride", "stride", "count")
+_LONG += ("shard_stride", "offsets_stride", "place_stride")
+COUNTS = {"rows": "i32", **dict.fromkeys(_LONG, "i64")}
 PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
 ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
-STRIDES = dict.fromkeys(("shard_stride", "offsets_stride", "place_stride"), "i64")
-MAXIMA = {
-    "values": "*fp32",
-    "offsets": "*u8",
-    **dict.fromkeys(("numel", "count", "rows"), "i32"),
-    **STRIDES,
-}
+MAXIMA = {"values": "*fp32", "offsets": "*u8", **COUNTS}
 
 
 def compiled(
@@ -41,17 +48,105 @@ def compiled(
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
-    return {"code_bytes": len(made.asm["cubin"]), "fma": made.asm["ptx"].count("fma.rn.f32")}
+    ptx, code = made.asm["ptx"], _instructions(made.asm["cubin"])
+    wide = sum(".128" in name for name in code)
+    return {"instructions": len(code), "wide": wide, "fma": ptx.count("fma.rn.f32")}
+
+
+def _instructions(cubin: bytes) -> list[str]:
+    """Return the names of a kernel's instructions, in order."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", text)
+    return found[: max(i for i, name in enumerate(found) if name == "EXIT") + 1]
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches, for a GPU that is not there."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class _Compiled:
+    """A kernel that is compiled and not launched; what it should have written is zeros."""
+
+    def __init__(self, kernel: Any, seen: set[str], writes: int | None) -> None:
+        self._kernel, self._seen, self._writes = kernel, seen, writes
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            made = self._kernel.warmup(*args, grid=grid, **options)
+            self._seen.add(f"{made.name} {made.hash}")
+            if self._writes is not None:
+                args[self._writes].zero_()
+
+        return launch
+
+
+def _steps() -> None:
+    """Three ranks, methods by name, tensors of many sizes and numbers, two types of gradients."""
+    from triton.runtime import driver
+    from virtual import World
+
+    from ds_ckpt.compression import TopK, fused, triton_kernels
+    from ds_ckpt.exchange import exchange
+
+    driver.set_active(_Driver())
+    seen: set[str] = set()
+    for name, writes in (
+        ("pack_quantized", 1),
+        ("unpack_add_quantized", None),
+        ("block_maxima", 1),
+    ):
+        kernel = _Compiled(getattr(triton_kernels, name), seen, writes)
+        setattr(triton_kernels, name, kernel)
+    fused.is_supported = lambda device: True  # type: ignore[assignment]
+    exchange.on_host = lambda device: False  # type: ignore[assignment]
+    methods = [Quantize(bits=3), Quantize(bits=2), TopK(density=0.02)]
+    shapes = [torch.Size(s) for s in ((64, 48), (33, 7), (1, 40), (1024,), (4000, 3), (2, 1))]
+    tensors = {f"{i} {m}": s for m, s in enumerate(shapes) for i in range(len(methods))}
+    world = World(3, lambda name, shape: methods[int(name[0])])
+    for rank in world.exchanges:
+        rank.reserve(tensors.items(), torch.device("cpu"))
+    at_attach = set(seen)
+    for dtype in (torch.float32, torch.bfloat16):
+        for some in (1, 2, 4, 16):
+            names = list(tensors)[:some]
+            gradients = [[torch.ones(tensors[n], dtype=dtype) for n in names] for _ in range(3)]
+            world.reduce(names, gradients, 3.0)
+            world.commit()
+    print(json.dumps({"at attach": len(at_attach), "in steps": len(seen - at_attach)}))
 
 
 def main() -> None:
+    if sys.argv[1:] == ["steps"]:
+        _steps()
+        return
     from ds_ckpt.compression import triton_kernels
 
     found = {}
     for capability in map(int, sys.argv[1:]):
         for bits in (3, 2):
             options = Quantize.model_validate({"bits": bits})._kernel_options()
-            constants = {**options, "TILE": TILE}
+            constants = {**options, "TILE": TILE, "ALIGNED": True}
             how = {"enable_fp_fusion": False}
             pack = (triton_kernels.pack_quantized, PACK, constants)
             add = (triton_kernels.unpack_add_quantized, ADD, constants)

@@ -55,7 +55,10 @@ def pack_quantized(values: Tensor, out: Tensor, options: dict[str, Any]) -> None
     rows, numel = values.shape
     if values.numel():
         triton_kernels.pack_quantized[(-(-numel // TILE), rows)](
-            *(values, out, numel, values.stride(0), out.stride(0)), **options, **_OPTIONS
+            *(values, out, numel, values.stride(0), out.stride(0)),
+            ALIGNED=numel % 16 == 0 and _aligned(values),
+            **options,
+            **_OPTIONS,
         )
 
 
@@ -68,9 +71,16 @@ def unpack_add_quantized(
     if into.numel():
         triton_kernels.unpack_add_quantized[(-(-into.numel() // TILE),)](
             *(payloads, into, len(payloads), into.numel(), payloads.stride(0), float(scale)),
+            ALIGNED=into.numel() % 16 == 0 and _aligned(into),
             **options,
             **_OPTIONS,
         )
+
+
+def _aligned(values: Tensor) -> bool:
+    """Return whether all rows begin at multiples of 16 bytes."""
+    starts = [values.data_ptr(), *(n * values.itemsize for n in values.stride()[:-1])]
+    return all(start % 16 == 0 for start in starts)
 
 
 def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> None:

@@ -5,6 +5,11 @@ Imported only if Triton is installed. `TRITON_INTERPRET=1` runs them on CPU tens
 A program works on `TILE` entries of one row, [TILE / BLOCK, BLOCK]. Arithmetic is written as the
 operators round it: `div_rn`, bf16 rounded to nearest even by hand, no product and sum at once
 (`enable_fp_fusion=False`).
+
+Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for an address that is
+a multiple of 16, which would be in the middle of training. So nothing is specialized but by
+constants, of which `ALIGNED` is one: addresses, strides in bytes and entries are multiples of 16,
+and loads are of 16 bytes.
 """
 
 from __future__ import annotations
@@ -55,13 +60,16 @@ def _codes_start(numel, BLOCK: tl.constexpr):
     return ((numel + BLOCK - 1) // BLOCK + 3) // 4 * 8
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("numel", "values_stride", "payload_stride"),
+    do_not_specialize_on_alignment=("values", "payload"),
+)
 def pack_quantized(
     values,
     payload,
-    numel,
-    values_stride,
-    payload_stride,
+    numel: tl.int64,
+    values_stride: tl.int64,
+    payload_stride: tl.int64,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -70,15 +78,18 @@ def pack_quantized(
     MOST: tl.constexpr,
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Quantize the entries of a tile, write its part of the payload, and leave the residual."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     REACH: tl.constexpr = 1 << (BITS - 1)
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    numel += 0 * tile  # 64 bits: counted in bits it may need them
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
     values += row * values_stride + tile * TILE
     payload += row * payload_stride
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+        values = tl.multiple_of(values, 16)
     block = tl.arange(0, BLOCKS)
     entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = entry < count
@@ -103,7 +114,7 @@ def pack_quantized(
         low, high = tl.min(x, axis=1), tl.max(x, axis=1)
         largest = tl.where(-low > high, low, high)
         LIMIT: tl.constexpr = 3.3895313892515355e38 / REACH
-        signed = tl.div_rn(largest, tl.zeros_like(largest) - REACH)
+        signed = largest * (-1.0 / REACH)  # exact
         scale = _bf16(tl.minimum(tl.maximum(signed, -LIMIT), LIMIT))
         wide = _wide(scale)
         divisors = tl.where(wide == 0.0, 1.0, wide)
@@ -134,21 +145,32 @@ def pack_quantized(
 
 
 @triton.jit
-def _widen(plane, entry, there, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Return `WIDTH` bits of each of the tile's entries, as int32 without a sign."""
+def _widen(plane, group, some, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Return `WIDTH` bits of each of the tile's entries [TILE / 8, 8], as int32 without a sign.
+
+    A word has the codes of eight entries; 8 bits are read one by one. Planes of more than a bit
+    begin at multiples of 8 bytes, and no payload ends within a word.
+    """
+    eight = tl.arange(0, 8)[None, :]
     plane += tile * (TILE * WIDTH // 8)
-    packed = tl.load(plane + entry * WIDTH // 8, mask=there, other=0).to(tl.int32)
-    shift = entry % (8 // WIDTH) * WIDTH
-    return (packed >> shift) & ((1 << WIDTH) - 1)
+    if WIDTH == 8:
+        return tl.load(plane + group[:, None] * 8 + eight, mask=some[:, None], other=0).to(tl.int32)
+    WORD: tl.constexpr = tl.uint8 if WIDTH == 1 else tl.uint16 if WIDTH == 2 else tl.uint32
+    words = tl.load(plane.to(tl.pointer_type(WORD)) + group, mask=some, other=0)
+    words = words.to(tl.int32, bitcast=WIDTH == 4)
+    return (words[:, None] >> (WIDTH * eight)) & ((1 << WIDTH) - 1)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("rows", "numel", "stride", "factor"),
+    do_not_specialize_on_alignment=("first", "into"),
+)
 def unpack_add_quantized(
     first,
     into,
     rows,
-    numel,
-    stride,
+    numel: tl.int64,
+    stride: tl.int64,
     factor,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -158,41 +180,49 @@ def unpack_add_quantized(
     MOST: tl.constexpr,
     CURVE: tl.constexpr,
     SLOPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Add the decoded payloads to `into`, row after row."""
     tile = tl.program_id(0).to(tl.int64)
-    numel += 0 * tile
     into += tile * TILE
     count = tl.minimum(numel - tile * TILE, TILE).to(tl.int32)  # entries of this tile
-    entry = tl.arange(0, TILE)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+        into = tl.multiple_of(into, 16)
+    group = tl.arange(0, TILE // 8)
+    some = group * 8 < count
+    entry = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     there = entry < count
     total = tl.load(into + entry, mask=there, other=0.0)
     for row in range(rows):
-        payload = first + row * (stride + 0 * tile)
+        payload = first + row * stride
         scales = payload.to(tl.pointer_type(tl.int16)) + tile * (TILE // BLOCK)
-        scale = tl.load(scales + entry // BLOCK, mask=there, other=0).to(tl.int32) & 0xFFFF
+        scale = tl.load(scales + group * 8 // BLOCK, mask=some, other=0).to(tl.int32) & 0xFFFF
         planes = payload + _codes_start(numel, BLOCK)
         if BITS == 3:
-            codes = _widen(planes, entry, there, tile, 2, TILE)
-            codes |= _widen(planes + (numel + 3) // 4, entry, there, tile, 1, TILE) << 2
+            codes = _widen(planes, group, some, tile, 2, TILE)
+            codes |= _widen(planes + (numel + 3) // 4, group, some, tile, 1, TILE) << 2
         else:
-            codes = _widen(planes, entry, there, tile, BITS, TILE)
+            codes = _widen(planes, group, some, tile, BITS, TILE)
         codes = (codes << (32 - BITS)) >> (32 - BITS)  # the top bit is the sign
-        decoded = _decoded(codes.to(tl.float32), _wide(scale), BITS, CURVE, SLOPE)
+        decoded = _decoded(codes.to(tl.float32), _wide(scale)[:, None], BITS, CURVE, SLOPE)
         total += decoded * factor
     tl.store(into + entry, total, mask=there)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("numel", "count", "rows", "shard_stride", "offsets_stride", "place_stride"),
+    do_not_specialize_on_alignment=("values", "offsets"),
+)
 def block_maxima(
     values,
     offsets,
-    numel,
-    count,
+    numel: tl.int64,
+    count: tl.int64,
     rows,
-    shard_stride,
-    offsets_stride,
-    place_stride,
+    shard_stride: tl.int64,
+    offsets_stride: tl.int64,
+    place_stride: tl.int64,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

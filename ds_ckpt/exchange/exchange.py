@@ -148,12 +148,20 @@ class AllToAllExchange:
     def reserve(
         self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
-        """Allocate residuals, also for `others`, compressors of other steps."""
+        """Allocate residuals and compile kernels, also for `others`, compressors of other steps."""
         ways = (self._choose, *others) if self.world > 1 else ()
+        sizes: dict[Codec, set[int]] = {}
         for name, shape in shapes:
-            if self._accumulates or any(choose(name, shape) is not None for choose in ways):
+            compressors = [c for choose in ways if (c := choose(name, shape)) is not None]
+            if compressors or self._accumulates:
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(name, layout.numel, device)
+                for codec in filter(None, (c.codec for c in compressors)):
+                    sizes.setdefault(codec, set()).update(layout.sizes)
+        if not on_host(device):
+            for codec, numels in sizes.items():
+                for numel in numels:
+                    _try(codec, numel, device)
 
     def rehearse(self, bucket: Bucket, device: torch.device, *others: Choose, sends: bool) -> None:
         """Exchange a bucket of zeros as steps will, also by `others`, and roll it back.
@@ -437,6 +445,16 @@ class AllToAllExchange:
         arrived = section(item.arriving, 0, item.own.numel(), item.dtype)
         total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
         return total.div_(self.world) if item.divided_last else total
+
+
+def _try(codec: Codec, numel: int, device: torch.device) -> None:
+    """Pack and unpack zeros, at an address that is a multiple of 16 and at one that is not."""
+    for start in (0, 1):
+        values = torch.zeros(numel + 1, dtype=torch.float32, device=device)[start : start + numel]
+        size = codec.packed_bytes(numel)
+        payload = torch.empty(1, size, dtype=torch.uint8, device=device)
+        codec.pack_rows(values.view(1, numel), payload)
+        codec.unpack_add_rows(payload, values)
 
 
 def _energy(values: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
@@ -18,9 +20,9 @@ from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.compression.topk import VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
+from ds_ckpt.exchange.exchange import _energy
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.transport import PACKET_ALIGNMENT_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps
@@ -317,8 +319,27 @@ def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec)
                     if len(shape) > 1
                     else math.ceil(size * case.dtype.itemsize / 8) * 8
                 )
-            expected += math.ceil(packet / PACKET_ALIGNMENT_BYTES) * PACKET_ALIGNMENT_BYTES
+            expected += math.ceil(packet / 16) * 16  # what NCCL moves at a time
         assert transport.sent_bytes == expected
+
+
+class _Dots(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::dot":
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_squared_norm_is_of_fewer_entries_at_a_time_than_cuda_counts() -> None:
+    numel = 2**31 + 5
+    with _Dots() as dots:
+        _energy(torch.empty(numel, dtype=torch.float32, device="meta"))
+    assert max(dots.numels) < 2**31
+    assert sum(dots.numels) == numel
 
 
 def test_an_empty_bucket_needs_no_collective() -> None:

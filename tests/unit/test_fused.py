@@ -153,23 +153,41 @@ def test_kernels_that_cannot_be_compiled_are_not_used(
     fused.is_supported.cache_clear()
 
 
-def test_kernels_compile_for_a_gpu_and_round_products_and_sums_apart(tmp_path: Path) -> None:
-    """To machine code, on any machine. That it is right is for a GPU to say."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+MOST_INSTRUCTIONS = {
+    "pack, 3 bits": 520,
+    "pack, 2 bits": 660,
+    "unpack_add, 3 bits": 270,
+    "unpack_add, 2 bits": 205,
+    "unpack_add, 2 bits, contracted": 205,
+    "maxima": 1850,
+}
+"""Of a warp, one of four for 1,024 entries; for maxima 8,192."""
+
+
+def _compile(*what: str, cache: Path) -> Any:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     del environment["TRITON_INTERPRET"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", "90"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
+    command = [sys.executable, "-m", "tests.compile_kernels", *what]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout)
-    assert len(found) == 6
+    return json.loads(ran.stdout)
+
+
+def test_kernels_compile_for_gpus_and_are_short(tmp_path: Path) -> None:
+    """To machine code, on any machine. That it is right is for a GPU to say."""
+    found = _compile("80", "90", "100", cache=tmp_path)
+    assert len(found) == 3 * len(MOST_INSTRUCTIONS)
     for name, made in found.items():
-        assert made["code_bytes"] > 10_000
-        assert (made["fma"] > 0) == ("contracted" in name)
+        kernel = name.rpartition(", sm_")[0]
+        assert 100 < made["instructions"] <= MOST_INSTRUCTIONS[kernel], name
+        assert made["wide"] >= 4 or kernel == "maxima", name
+        # a product and a sum are two roundings, as in the operators
+        assert (made["fma"] > 0) == ("contracted" in name), name
+
+
+def test_no_kernel_is_compiled_after_attach(tmp_path: Path) -> None:
+    assert _compile("steps", cache=tmp_path) == {"at attach": 11, "in steps": 0}
 
 
 METHODS: dict[str, Compressor] = {
