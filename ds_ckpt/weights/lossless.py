@@ -10,11 +10,15 @@ width is sent uncompressed, and so is a chunk that does not shrink.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +31,11 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
+_T = TypeVar("_T")
 CHUNK = 1 << 19
 """Elements that are coded together; they fit in a processor's cache."""
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Ranks of this node: torchrun's, DeepSpeed's launcher's, two of mpirun."""
 _WIDTHS = (1, 2, 4, 8)
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 _SIZES = 16
@@ -60,11 +67,8 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     Returns uint8 on the CPU, at most 2 bytes per element and 8 per chunk. Raises TypeError for
     another dtype.
     """
-    mantissa = _mantissa(old)
-    chunks = zip(
-        old.view(torch.int16).split(CHUNK), new.view(torch.int16).split(CHUNK), strict=True
-    )
-    data = b"".join(_encode(before, after, mantissa) for before, after in chunks)
+    chunks = old.view(torch.int16).split(CHUNK), new.view(torch.int16).split(CHUNK)
+    data = b"".join(_map(old.device, functools.partial(_encode, _mantissa(old)), *chunks))
     return _tensor(data, torch.uint8, torch.device("cpu"))
 
 
@@ -73,15 +77,41 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
 
     Raises TypeError for another dtype, ValueError for a damaged payload or one of other weights.
     """
-    mantissa = _mantissa(weights)
+    decode = functools.partial(_decode_, _mantissa(weights))
     data, at = memoryview(payload.numpy().tobytes()), 0
-    for chunk in weights.view(torch.int16).split(CHUNK):
-        try:
-            at = _decode_(chunk, data, at, mantissa)
-        except (struct.error, zstd.ZstdError, RuntimeError, ValueError) as error:
-            raise ValueError(f"not a change of {weights.numel()} weights: {error}") from error
+    chunks, coded = weights.view(torch.int16).split(CHUNK), []
+    try:
+        for chunk in chunks:
+            length, escapes = _HEADER.unpack_from(data, at)
+            end = at + _HEADER.size + length + 2 * (escapes if length else chunk.numel())
+            coded.append(data[at:end])
+            at = end
+        if at <= len(data):
+            _map(weights.device, decode, chunks, coded)
+    except (struct.error, zstd.ZstdError, RuntimeError, ValueError) as error:
+        raise ValueError(f"not a change of {weights.numel()} weights: {error}") from error
     if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes more than {weights.numel()} weights have")
+        raise ValueError(f"{len(data)} bytes, where {weights.numel()} weights have {at}")
+
+
+def _map(device: torch.device, code: Callable[..., _T], *chunks: Sequence[Any]) -> list[_T]:
+    """Code chunks in all threads of this process; on an accelerator one after the other.
+
+    Chunks are independent, and what takes time releases Python's lock. On an accelerator the order
+    of operators is that of the caller's stream, which other threads do not have.
+    """
+    threads = min(_threads(), len(chunks[0])) if on_host(device) else 1
+    if threads < 2:
+        return list(map(code, *chunks))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(code, *chunks))
+
+
+def _threads() -> int:
+    """Return this process's cores: those that it may use, divided by the ranks of its node."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    ranks = next((int(n) for key in _LOCAL_SIZE if (n := os.environ.get(key, "")).isdigit()), 1)
+    return max(1, cores // max(ranks, 1))
 
 
 def _mantissa(weights: Tensor) -> int:
@@ -90,7 +120,7 @@ def _mantissa(weights: Tensor) -> int:
     return _MANTISSA[weights.dtype]
 
 
-def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
+def _encode(mantissa: int, old: Tensor, new: Tensor) -> bytes:
     # modulo 2^16, like the sum in decode; the largest are sent uncompressed
     change = _ordinal(new).sub_(_ordinal(old)).clamp_(-0x4000, 0x3FFF)
     sign = change >> 15
@@ -120,22 +150,17 @@ def _encode(old: Tensor, new: Tensor, mantissa: int) -> bytes:
     return _HEADER.pack(len(data), escapes.numel()) + data + escapes.numpy().tobytes()
 
 
-def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
-    """Decode one chunk. Returns the offset of the next one."""
-    length: int
-    escapes: int
-    length, escapes = _HEADER.unpack_from(data, at)
-    at += _HEADER.size
-    end = at + length + 2 * (escapes if length else weights.numel())
-    whole = _tensor(data[at + length : end], torch.int16, weights.device)
+def _decode_(mantissa: int, weights: Tensor, data: memoryview) -> None:
+    """Decode one chunk."""
+    length, _ = _HEADER.unpack_from(data)
+    at, end = _HEADER.size, _HEADER.size + length
+    whole = _tensor(data[end:], torch.int16, weights.device)
     if length == 0:
         weights.copy_(whole)
-        return end
+        return
     exponents = 1 << (15 - mantissa)
     widths = list(data[at : at + exponents])
-    packed = _tensor(
-        zstd.decompress(data[at + exponents : at + length]), torch.uint8, weights.device
-    )
+    packed = _tensor(zstd.decompress(data[at + exponents : end]), torch.uint8, weights.device)
     order, runs = _order(_exponents(weights, mantissa), widths)
     sizes = [sum(run) for run in runs]
     parts = packed.split([-(-n * w // 8) for n, w in zip(sizes, _WIDTHS, strict=True)])
@@ -145,7 +170,6 @@ def _decode_(weights: Tensor, data: memoryview, at: int, mantissa: int) -> int:
     change = torch.empty_like(change).scatter_(0, order, change)
     weights.copy_(_ordinal(change.add_(_ordinal(weights))))
     weights[order[_whole(groups)]] = whole
-    return end
 
 
 def _tensor(data: bytes | memoryview, dtype: torch.dtype, device: torch.device) -> Tensor:

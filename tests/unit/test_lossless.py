@@ -50,12 +50,41 @@ def test_each_pattern_to_its_neighbours_and_to_the_farthest(dtype: torch.dtype) 
         assert torch.equal(bits(through(old.view(dtype), new.view(dtype))), new)
 
 
-def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_chunks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes do not depend on the number of threads, and a chunk in no other than its own."""
     monkeypatch.setattr(lossless, "CHUNK", 1000)
+    monkeypatch.setattr(lossless, "_threads", lambda: threads)
     for numel in (999, 1000, 1001, 3500):
         old = torch.randn(numel).bfloat16()
         new = (old.float() + 1e-3 * torch.randn(numel)).bfloat16()
         assert torch.equal(bits(through(old, new)), bits(new))
+        parts = zip(old.split(1000), new.split(1000), strict=True)
+        assert lossless.encode(old, new).equal(torch.cat([lossless.encode(*p) for p in parts]))
+
+
+def test_an_error_in_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "CHUNK", 1000)
+    monkeypatch.setattr(lossless, "_threads", lambda: 3)
+    old = torch.randn(3500).bfloat16()
+    payload, first = (lossless.encode(part, part + 1e-3) for part in (old, old[:1000]))
+    payload[len(first) + lossless._HEADER.size + 256] ^= 0xFF  # zstd's first byte in the second
+    with pytest.raises(ValueError, match="not a change of 3500 weights"):
+        lossless.decode_(old.clone(), payload)
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"), [({}, 8), ({"LOCAL_SIZE": "4"}, 2), ({"LOCAL_WORLD_SIZE": "9"}, 1)]
+)
+def test_ranks_of_a_node_share_its_cores(
+    environment: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in lossless._LOCAL_SIZE:
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert lossless._threads() == threads
 
 
 def entropy_given_exponent(old: Tensor, new: Tensor) -> float:
