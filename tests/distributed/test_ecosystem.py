@@ -68,12 +68,11 @@ def test_checkpointing_that_is_switched_off_around_generation(world2: Any) -> No
 @pytest.mark.parametrize(
     ("plans", "way"),
     [
-        (("block, dense", "block, offload"), "keep"),
         (("block", "stock"), "keep"),
+        pytest.param(("block, dense", "block, offload"), "keep", marks=SLOW),
         pytest.param(("block, dense", "block, dense"), "drop", marks=SLOW),
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_second_engine_takes_the_model_over(
     world2: Any, plans: tuple[str, str], way: str
 ) -> None:

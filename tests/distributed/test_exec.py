@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,23 @@ def test_plugin_is_active_under_launcher(
     assert "no process on this node" not in said
     if words == ["deepspeed"]:  # torchrun shows where it raises its own error
         assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_python_alone_with_the_variables_of_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "section.json").write_text(json.dumps(BLOCK))
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    variables = {**os.environ, **one, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+    command = [*EXEC, "--section", str(tmp_path / "section.json"), "--", sys.executable, SCRIPT]
+    command += ["script", f"--folder={tmp_path}", "--deepspeed_config", "config.json"]
+    (tmp_path / "config.json").write_text(json.dumps(exec_train.PLAIN))
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert "$.ds_ckpt.activation.policy" in ran.stderr  # the wrong one, at the script's end
+    ((by_file, _), (own, _), _) = json.loads((tmp_path / "script_0.json").read_text())["results"]
+    assert "checkpointing block" in by_file
+    assert "checkpointing segments" in own
 
 
 @pytest.mark.slow

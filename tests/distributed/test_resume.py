@@ -24,9 +24,13 @@ SECTIONS = {
     ),
 }
 
+OFTEN = ("topk bf16", "powersgd int8 on host")
 
-@pytest.mark.parametrize("name", list(SECTIONS))
-@pytest.mark.sampled(2)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in SECTIONS],
+)
 def test_every_kind_of_state_resumes_to_the_bit(world2: Any, tmp_path: Path, name: str) -> None:
     section = SECTIONS[name]
     whole = world2.run(cases.train, section, 6, 3, str(tmp_path))
