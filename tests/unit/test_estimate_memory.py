@@ -100,6 +100,7 @@ def test_offload_moves_states_to_the_host() -> None:
     assert moved.resident_bytes == plain.resident_bytes - kept
 
 
+PEER, NETWORK = 470_000_000, 512 << 20
 RESIDENT = {"ds_ckpt": {"weights": {"resident": True}}}
 HPZ = {"zero_hpz_partition_size": 2}
 
@@ -133,7 +134,9 @@ def test_a_hosts_copy_is_whole_shards_of_all_weights(
     assert states.hosts == known
     assert ("hosts: not known (--hosts)" in "".join(notes)) == (known is None)
     plain, _ = _divided({}, world, None)
-    assert states.resident_bytes == plain.resident_bytes + states.host_copy_bytes
+    more = states.host_copy_bytes + states.nccl_bytes
+    assert states.resident_bytes == plain.resident_bytes + more
+    assert states.nccl_bytes == (NETWORK if rest and copies else 0)
     assert states.parameters_bytes == plain.parameters_bytes
 
 
@@ -200,4 +203,24 @@ def test_residuals_are_of_compressed_parameters(
     found = (1_000_000 + 1110 * (section is AT_BOUNDARY)) * entry_bytes
     assert states.residual_bytes == (0 if on_host else found)
     assert states.host_bytes == (found if on_host else 0)
-    assert states.resident_bytes == plain.resident_bytes + states.residual_bytes
+    more = states.residual_bytes + states.nccl_bytes
+    assert states.resident_bytes == plain.resident_bytes + more
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "hosts", "expected"),
+    [
+        (QUANTIZED, 8, 1, 7 * PEER),
+        (QUANTIZED, 32, 4, 7 * PEER + NETWORK),  # two groups: of the node, between nodes
+        ({**QUANTIZED, "exchange": {"levels": 1}}, 32, 4, 7 * PEER + NETWORK),
+        (QUANTIZED, 4, None, NETWORK),
+        (QUANTIZED, 1, 1, 0),
+        ({"method": "none"}, 32, 4, 0),
+    ],
+)
+def test_nccls_buffers_are_of_peers_on_the_node_and_of_groups_over_nodes(
+    section: Any, world: int, hosts: int | None, expected: int
+) -> None:
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    states, _ = estimate(SIZES, file, world, hosts)
+    assert states.nccl_bytes == expected
