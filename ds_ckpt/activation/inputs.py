@@ -197,18 +197,24 @@ class CheckpointedInputsConfig(Section):
         if self.offload:
             words += f", inputs{self.from_size} in host memory, {self.offload_prefetch} ahead"
         if self.partition:
-            words += ", inputs split over the tensor-parallel group"
+            words += (
+                f", inputs{_from(self.partition_min_bytes)} split over the tensor-parallel group"
+            )
         return words
 
     @property
     def from_size(self) -> str:
         """Describe the smallest tensor that is moved."""
-        return f" from {size(self.offload_min_bytes)} on" if self.offload_min_bytes else ""
+        return _from(self.offload_min_bytes)
 
     @property
     def stores(self) -> bool:
         """Return whether inputs are stored in another way than autograd's."""
         return self.offload or self.partition
+
+
+def _from(smallest_bytes: int) -> str:
+    return f" from {size(smallest_bytes)} on" if smallest_bytes else ""
 
 
 def build_inputs(

@@ -1,6 +1,6 @@
 """Policies: from a name in the configuration to the modules of each recomputation.
 
-A policy is one class with its settings as fields, and `@register_policy`. The configuration, the
+A policy is one class with its settings as fields, and `@register_policy`. The configuration and
 `ds-ckpt profile` read the registry.
 """
 

@@ -2,8 +2,9 @@
 
 Restored are parameters, buffers, attributes of modules and the containers in them, generators, and
 objects among the arguments with their contents, three levels deep. A recomputation works on copies.
-Other state is not restored: objects on modules, globals, `random` and NumPy. If
-`check_determinism` is on, a recomputation that changes any of it is refused.
+Other state is not restored: objects on modules, `random`, NumPy's random numbers. If
+`check_determinism` is on, a recomputation that changes any of it is refused. Nothing sees a change
+of what no module holds (globals, class attributes, closures), unless values differ.
 """
 
 from __future__ import annotations

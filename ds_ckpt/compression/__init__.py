@@ -5,6 +5,11 @@ Arithmetic on tensors, and the settings of each method; no processes, networks o
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+from torch import Tensor
+
 from ds_ckpt.compression.base import (
     Codec,
     Compressor,
@@ -46,3 +51,19 @@ __all__ = [
     "section",
     "unregister",
 ]
+
+
+def _add_scaled(into: Tensor, decoded: Tensor, scale: float) -> None:
+    """Add `decoded * scale` to `into`, in place."""
+    into.add_(decoded, alpha=scale)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a former name of this release's predecessor, with a warning."""
+    former = {"Gone": (Removed, "Removed"), "add_scaled": (_add_scaled, "Tensor.add_")}
+    if name not in former:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value, instead = former[name]
+    message = f"ds_ckpt.compression.{name} goes with the next release: use {instead}"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return value

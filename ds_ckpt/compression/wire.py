@@ -26,7 +26,9 @@ payloads:
                     sequence, zeros | unary parts from the front, low bits from the end
 
 powersgd sends no packets of its own. Factors are all-reduced in fp32; two or three ranks instead
-send each other fp32 numbers that must stay exact, then bf16 factors (`exchange.low_rank`).
+send each other fp32 numbers that must stay exact, then bf16 factors (`exchange.low_rank`). The
+version counts changes of these, of sums inside a node and of weights (`weights.lossless`), too:
+ranks compare it at attach.
 """
 
 from __future__ import annotations

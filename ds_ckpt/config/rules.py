@@ -151,7 +151,10 @@ _SENT: _Rows = {
     f"{_ZERO}.zenflow": (lambda _: True, "ZenFlow moves gradients and weights past ZeRO-3"),
     f"{_ZERO}.mics_shard_size": (lambda _: True, "MiCS shards over subgroups of ranks"),
     "checkpoint.use_node_local_storage": (_ON, "plugin state needs a folder that all nodes share"),
-    "expert_parallel.enabled": (_ON, "experts are sharded over other groups of ranks"),
+    "expert_parallel.enabled": (
+        _ON,
+        "DeepSpeed shards, reduces and saves experts apart, which was not tried",
+    ),
 }
 _WEIGHTS: _Rows = {
     f"{_ZERO}.cpu_offload_param": (_ON, "all-gathers then take weights from the host"),

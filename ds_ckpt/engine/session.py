@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -266,6 +267,18 @@ class Session:
         """Bytes split over the tensor-parallel group, and gathered; None without partition."""
         partition = self._inputs.partition if self._inputs else None
         return partition.counters if partition else None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a former name stood for, with a warning."""
+        exchange = vars(self).get("exchange")
+        if name not in ("plan", "residual_bytes"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        what = "assignment" if name == "plan" else "feedback.nbytes"
+        message = f"session.{name} goes with the next release: use session.exchange.{what}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        if name == "plan":
+            return exchange.assignment if exchange else None
+        return exchange.feedback.nbytes if exchange and exchange.feedback else 0
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:

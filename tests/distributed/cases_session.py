@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt import environment
+from ds_ckpt.compression import wire
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.distributed import models
+from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once
 
 BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}
@@ -116,11 +118,23 @@ def unlike_ranks(rank_1: str) -> dict[str, Any]:
     start_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(environment.WAIT_VARIABLE, "0.5")
+        if rank_1 == "wire" and dist.get_rank():
+            patch.setattr(wire, "VERSION", 99)
         try:
             initialize(model=model, model_parameters=model.parameters(), config=config)
         except ds_ckpt.UnsupportedError as error:
             message = str(error)
     return {"message": message, "seconds": time.monotonic() - start_s}
+
+
+def idle_section() -> list[str]:
+    """What is said at the start with a section that switches nothing on."""
+    fresh()
+    model = models.build("llama")
+    config = models.zero3_config(ds_ckpt={"activation": {"policy": "none"}})
+    with captured_log() as said:
+        ds_ckpt.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return said
 
 
 def inference(way: str) -> dict[str, Any]:
@@ -131,10 +145,11 @@ def inference(way: str) -> dict[str, Any]:
     model = models.build("llama")
     ds_ckpt.install()
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        with captured_log() as said:
+            engine, *_ = deepspeed.initialize(model=model, config=config)
     finally:
         ds_ckpt.uninstall()
-    result = _look(engine)
+    result = {**_look(engine), "said": said}
     if way == "attach":
         try:
             ds_ckpt.attach(engine)

@@ -73,11 +73,12 @@ def test_replicas_stay_equal_where_ranks_disagree_on_times(world4: Any) -> None:
     _check_replicas(ranks)
 
 
+@pytest.mark.parametrize("method", ["topk", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
-    world4: Any, tmp_path: Path
+    world4: Any, tmp_path: Path, method: str
 ) -> None:
     """Each slice has its files; other slices', damaged ones and other sizes change nothing."""
-    sections = _with_inputs("tp", METHODS["topk"])
+    sections = _with_inputs("tp", METHODS[method])
     saved = world4.run(cases.run, "tp", sections, 5, save=str(tmp_path), timeout=240)
     _check_replicas(saved)
     good = tmp_path / "good"

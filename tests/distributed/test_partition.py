@@ -6,6 +6,7 @@ whose processes do not hold the same is refused in all of them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,8 +36,8 @@ def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: An
     return list(ours)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "neox"])
 def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
     for split in _check(world2, kind, 2, _sections()):
         assert split["whole"] == [3 * HIDDEN] * 2
@@ -46,7 +47,7 @@ def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
         # the parts of 3 checkpointed inputs, and the rank-consistency check's 3 numbers
         assert split["sent"] == 3 * HIDDEN // 2 + 24
         assert split["late"] == 1
-        assert "inputs split over the tensor-parallel group" in split["summary"]
+        assert re.search("inputs.* split over the tensor-parallel group", split["summary"])
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])

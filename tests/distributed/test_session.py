@@ -79,18 +79,33 @@ def test_a_rank_without_the_plugin_is_named_before_anything_waits(world2: Any) -
     assert first["seconds"] < 20
 
 
-@pytest.mark.parametrize("rank_1", ["none", "other"])
-def test_ranks_with_other_settings_are_named_on_all(world2: Any, rank_1: str) -> None:
+@pytest.mark.parametrize(
+    ("rank_1", "other"),
+    [
+        ("none", "plain DeepSpeed"),
+        ("other", "checkpointing mlp"),
+        ("wire", "wire format 99, checkpointing block"),
+    ],
+)
+def test_ranks_with_other_settings_are_named_on_all(world2: Any, rank_1: str, other: str) -> None:
     for result in world2.run(cases.unlike_ranks, rank_1):
         assert "checkpointing block on rank 0" in result["message"]
-        other = "plain DeepSpeed" if rank_1 == "none" else "checkpointing mlp"
         assert f"{other} on rank 1" in result["message"]
 
 
+def test_a_section_without_effect_is_said_by_one_rank(world2: Any) -> None:
+    first, second = world2.run(cases.idle_section)
+    assert first == ["ds_ckpt: the ds_ckpt section switches nothing on: plain DeepSpeed"]
+    assert second == []
+
+
 def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> None:
-    for result in world2.run(cases.inference, "install"):
+    results = world2.run(cases.inference, "install")
+    for result in results:
         assert result["session"] is None
         assert result["loss"] > 0
+    line = "ds_ckpt: this engine has no optimizer (inference): plain DeepSpeed"
+    assert [line in result["said"] for result in results] == [True, False]
     for result in world2.run(cases.inference, "attach"):
         assert "engine.optimizer" in result["message"]
         assert result["loss"] > 0

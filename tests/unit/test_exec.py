@@ -244,6 +244,12 @@ def test_a_lock_without_a_process_is_removed_with_a_line(
     assert f"removed {lock}" in caplog.text
 
 
+def test_exec_removes_a_lock_before_the_command(lock: Path) -> None:
+    done = command("--", "test", "!", "-e", str(lock), TORCH_EXTENSIONS_DIR=str(lock.parents[1]))
+    assert done.returncode == 0
+    assert f"removed {lock}" in done.stderr
+
+
 def test_a_lock_on_a_shared_file_system_has_to_be_old(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

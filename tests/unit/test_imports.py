@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ds_ckpt
+from ds_ckpt import compression
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
@@ -50,6 +52,18 @@ def test_imports_are_light(code: str, heavy: str) -> None:
     command = [sys.executable, "-c", f"import sys; {code}; {check}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_former_names_of_compression_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="use Removed"):
+        assert compression.Gone is compression.Removed
+    with pytest.warns(DeprecationWarning, match=r"use Tensor\.add_"):
+        add_scaled = compression.add_scaled
+    into = torch.ones(3)
+    add_scaled(into, torch.ones(3), 2.0)
+    assert into.tolist() == [3.0] * 3
+    with pytest.raises(AttributeError, match="no attribute 'gone'"):
+        _ = compression.gone
 
 
 def test_the_public_names_are_these() -> None:

@@ -181,7 +181,7 @@ def test_parameters_stay_where_they_are() -> None:
 
 
 class Weighted(nn.Module):
-    """Uses its weight as a view, detached, and as ZeRO-3 gathers it: in other memory each time."""
+    """Uses its weight as views and as `data`, as ZeRO-3 gathers it: in other memory each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Weighted(nn.Module):
         self.weight.data = data
 
     def forward(self, x: Tensor, given: Tensor) -> Tensor:
-        y = x.sin() @ self.weight.t() + (x * self.weight.detach()[0]).cos()
+        y = x.sin() @ self.weight.t() + (x * self.weight.detach()[0] * self.weight.data[1]).cos()
         return y * given + y * given.view(1, 8)[0]
 
 
