@@ -14,9 +14,15 @@ KINDS = ["llama", "llama-tied", "mixtral", "lora", "plain"]
 
 @pytest.mark.parametrize(
     ("kind", "reuse"),
-    [*((kind, 0) for kind in ("llama-tied", "mixtral", "plain")), ("llama", 1e9), ("lora", 1e9)],
+    [
+        ("llama-tied", 0),
+        ("lora", 1e9),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("mixtral", 0), ("plain", 0), ("llama", 1e9))
+        ),
+    ],
 )
-@pytest.mark.sampled(2)
 def test_at_most_two_gathers_from_the_first_step(world2: Any, kind: str, reuse: float) -> None:
     without, ours = (
         world2.run(cases_gather.gathers, kind, reuse, mode, 3, 1) for mode in ("none", "ours")
