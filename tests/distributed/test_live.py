@@ -12,9 +12,9 @@ from tests.distributed.cases_precision import on
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "how", "weights"), [(4, "measured", "gather"), (0, "estimated", "weights")]
+    ("warmup_steps", "how", "weights"),
+    [(0, "estimated", "weights"), pytest.param(4, "measured", "gather", marks=pytest.mark.slow)],
 )
-@pytest.mark.sampled(1)
 def test_the_parts_of_a_live_step(
     world2: Any, tmp_path: Path, warmup_steps: int, how: str, weights: str
 ) -> None:
