@@ -28,6 +28,7 @@ from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.engine.weights import ResidentWeights, make_resident
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -41,6 +42,7 @@ from ds_ckpt.zero3.gradient import GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
+_FORMER = "session.{} goes with the next release: use session.exchange.{}"
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Attached sessions. DeepSpeed destroys an engine that is collected, which detaches its session."""
 
@@ -98,7 +100,7 @@ class Session:
                 self.config = config = config.model_copy(update={"activation": unsplit})
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
-            held = self.exchange.resident_bytes if self.exchange else dict
+            held = self._exchange_bytes
             self._planning = Planning(engine, config.activation, self._install_plan, held)
             self._detach.callback(self._planning.stop)
         elif config.activation.active:
@@ -143,6 +145,13 @@ class Session:
             drop_step=gradient.drop_step,
             loading=self._resident.loading if self._resident else nullcontext,
         )
+
+    def _exchange_bytes(self) -> dict[str, int]:
+        """Return what gradients and weights take of the accelerator to be sent, by purpose."""
+        found = self.exchange.resident_bytes() if self.exchange else {}
+        if self._resident is not None and self._resident.nccl_bytes:
+            found["NCCL's buffers for weights"] = self._resident.nccl_bytes
+        return found
 
     def _place_weights(self, step: int) -> None:
         gradients = self.exchange.step if self.exchange else None
@@ -268,17 +277,19 @@ class Session:
         partition = self._inputs.partition if self._inputs else None
         return partition.counters if partition else None
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what a former name stood for, with a warning."""
-        exchange = vars(self).get("exchange")
-        if name not in ("plan", "residual_bytes"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        what = "assignment" if name == "plan" else "feedback.nbytes"
-        message = f"session.{name} goes with the next release: use session.exchange.{what}"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        if name == "plan":
-            return exchange.assignment if exchange else None
-        return exchange.feedback.nbytes if exchange and exchange.feedback else 0
+    @property
+    def plan(self) -> Assignment | None:
+        """Former name of `exchange.assignment`, with a warning."""
+        warnings.warn(_FORMER.format("plan", "assignment"), DeprecationWarning, stacklevel=2)
+        return self.exchange.assignment if self.exchange else None
+
+    @property
+    def residual_bytes(self) -> int:
+        """Former name of `exchange.feedback.nbytes`, with a warning; 0 without residuals."""
+        words = _FORMER.format("residual_bytes", "feedback.nbytes")
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
+        feedback = self.exchange.feedback if self.exchange else None
+        return feedback.nbytes if feedback else 0
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:

@@ -6,12 +6,13 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import compression
+from ds_ckpt import Session, compression
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
@@ -64,6 +65,14 @@ def test_former_names_of_compression_warn() -> None:
     assert into.tolist() == [3.0] * 3
     with pytest.raises(AttributeError, match="no attribute 'gone'"):
         _ = compression.gone
+
+
+def test_former_names_of_a_session_warn() -> None:
+    session = Session.__new__(Session)
+    session.exchange = SimpleNamespace(assignment="all", feedback=SimpleNamespace(nbytes=8))
+    for name, value in (("plan", "all"), ("residual_bytes", 8)):
+        with pytest.warns(DeprecationWarning, match=r"use session\.exchange"):
+            assert getattr(session, name) == value
 
 
 def test_the_public_names_are_these() -> None:
