@@ -87,13 +87,8 @@ class Cell:
         """AdamW; in dense training with the lead that the exchange gives where it compresses."""
         momentum = self.settings.momentum
         lead = momentum if self.settings.lossless and isinstance(momentum, float) else 0.0
-        return Recipe(
-            steps,
-            self.rate,
-            betas=(self.b1, 0.95),
-            momentum_correction=lead,
-            correction_start=START,
-        )
+        adamw = steps, self.rate, (self.b1, 0.95)
+        return Recipe(*adamw, momentum_correction=lead, correction_start=START)
 
 
 def cell(name: str, method: str, *, feedback: bool = True, **options: Any) -> Cell:
@@ -175,7 +170,7 @@ class Mixed(Task):
     """Whose products are bf16."""
 
     def loss(self, step: int, micro: int, worker: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self._device.partition(":")[0], torch.bfloat16):
             return super().loss(step, micro, worker)
 
 
@@ -224,11 +219,12 @@ def main() -> None:
             print(f"{time.strftime('%H:%M:%S')} {outcome.heldout[-1:]}")
 
 
-def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> Task:
+def begin(
+    text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool, device: str = "cpu"
+) -> Task:
     """Return the task that the frontier trains; the tuned one names its products."""
     data, learner = (Dealt, Mixed) if "products" in task else (Text, Task)
-    length = task["sequence_length"]
-    sizes = {name: task[name] for name in LLAMA}
+    length, sizes = task["sequence_length"], {name: task[name] for name in LLAMA}
     validate_data.EVALUATION_BATCHES = task["evaluation_batches"]
     windows = data.of(text, length)
     if isinstance(windows, Dealt):
@@ -237,6 +233,7 @@ def begin(text: Corpus, task: Mapping[str, Any] = SIZES, *, compiled: bool) -> T
         TaskSpec(world=task["world"], batch=task["sequences"]),
         windows,
         lambda seed: llama(seed=seed, max_positions=length, attn_implementation="eager", **sizes),
+        device=device,
     )
     if compiled:  # a quarter faster after a minute
         begun.model.compile()

@@ -62,3 +62,20 @@ def test_one_check_that_is_not_done_does_not_stop_the_others(tmp_path: Path) -> 
     assert list(checks) == ["alone", "versions"]
     assert all("not done after" in check["error"] for check in checks.values())
     assert ran.stdout.count("FAILED") == 2
+
+
+@pytest.mark.slow
+def test_loss_at_scale_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    """Ten steps, the fewest: the rows train, and each is written down when it has ended."""
+    command = [sys.executable, "benchmarks/loss_at_scale.py", "--device=cpu", "--minutes=0"]
+    command += ["--hidden-size=64", "--layers=1", f"--results={tmp_path}/lines.jsonl"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["row"].split(",")[0] for line in lines] == [
+        *["dense"] * 2,
+        *("3 bits", "1 bit", "0.31 bits"),
+    ]
+    for line in lines:
+        assert line["heldout"][-1][1] < line["heldout"][0][1]
+        assert line["recipe"]["learning_rate"] == 6e-4
