@@ -8,8 +8,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import Tensor
-
 from ds_ckpt.compression.base import (
     Codec,
     Compressor,
@@ -53,14 +51,12 @@ __all__ = [
 ]
 
 
-def _add_scaled(into: Tensor, decoded: Tensor, scale: float) -> None:
-    """Add `decoded * scale` to `into`, in place."""
-    into.add_(decoded, alpha=scale)
-
-
 def __getattr__(name: str) -> Any:
     """Return a former name of this release's predecessor, with a warning."""
-    former = {"Gone": (Removed, "Removed"), "add_scaled": (_add_scaled, "Tensor.add_")}
+    former: dict[str, tuple[Any, str]] = {
+        "Gone": (Removed, "Removed"),
+        "add_scaled": (lambda into, add, scale: into.add_(add, alpha=scale), "Tensor.add_"),
+    }
     if name not in former:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value, instead = former[name]

@@ -89,6 +89,11 @@ class Feedback:
         """Bytes an entry, once a step is taken: the residual and the next step's buffer."""
         return (self.enabled + self.accumulates) * entry_bytes(self.dtype)
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Return whether gradients on an accelerator are added into the residuals themselves."""
+        return self.accumulates and self.dtype == "fp32" and not self.on_host
+
     def holds(self, name: str) -> bool:
         """Return whether a residual exists for `name`, from earlier steps or from this one."""
         residual = self._residuals.get(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -116,15 +115,11 @@ class Gradients:
         return make_step_state(settings, everyone, everyone, None, current_step=lambda: 0)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Return about how many bytes of the accelerator the exchange takes, by purpose.
-
-        A bucket has its packets, sent and received, and two fp32 working copies. NCCL's buffers
-        are counted with it.
-        """
-        numels = [math.prod(t.shape) for t in self.assignment.tensors]
-        entries = max(int(self._engine.optimizer.reduce_bucket_size), *numels)
-        entry_bytes = 8 + 2 * self.assignment.sent_bytes / sum(numels)
-        found = {"exchange buffers": int(entries * entry_bytes) + self._nccl_bytes}
+        """Return about how many bytes of the accelerator the exchange takes, by purpose."""
+        sizes = int(self._engine.optimizer.reduce_bucket_size), self.groups.world, self.groups.local
+        in_place = self.feedback is not None and self.feedback.adds_in_place
+        buffers = self.assignment.buffer_bytes(*sizes, in_place=in_place)
+        found = {"exchange buffers": buffers, "NCCL's buffers": self._nccl_bytes}
         if self.feedback is not None and not self.feedback.on_host:
             found["residuals"] = self.feedback.nbytes
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,20 @@ class Assignment:
     def share(self) -> float:
         """Sent bytes as a share of dense bytes."""
         return self.sent_bytes / max(self.dense_bytes, 1)
+
+    def buffer_bytes(self, bucket: int, world: int, local: int, *, in_place: bool) -> int:
+        """Return about the bytes that exchanging a bucket takes: packets both ways, sums in fp32.
+
+        Arguments as for `of`; `bucket` counts entries. Gradients are added into the residuals
+        (`in_place`) or into working tensors. With two levels the ranks of a node send each other
+        uncompressed gradients, and each has `1 / local` of their sum.
+        """
+        numels = [math.prod(t.shape) for t in self.tensors]
+        share = min(1.0, max(bucket, *numels, 0) / max(sum(numels), 1))
+        inside = 2 * self.dense_bytes * (local - 1) / local
+        working = 4 * sum(numels) / local * ((local > 1) + (not in_place))
+        own = 8 * sum(numels) / (local * world)
+        return int(share * (inside + 2 * self.sent_bytes / local + working + own))
 
     def by_compressor(self) -> dict[str, tuple[int, int, int]]:
         """Return number of tensors, dense bytes and sent bytes by compressor."""

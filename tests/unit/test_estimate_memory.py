@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_ckpt.errors import ConfigError
+from ds_ckpt.exchange.assignment import AssignedTensor, Assignment
 from ds_ckpt.lab.estimate.memory import Parameters, estimate
 from ds_ckpt.lab.estimate.profile import blocks_of
 from tests.unit.estimate_models import Mixer, Stack
@@ -204,7 +205,26 @@ def test_residuals_are_of_compressed_parameters(
     assert states.residual_bytes == (0 if on_host else found)
     assert states.host_bytes == (found if on_host else 0)
     more = states.residual_bytes + states.nccl_bytes
+    more += states.communication_bytes - plain.communication_bytes
     assert states.resident_bytes == plain.resident_bytes + more
+
+
+@pytest.mark.parametrize(
+    ("local", "in_place", "expected"),
+    [
+        # 8,000 entries in 16 bits, of which 6,000 are exchanged at a time: packets of a quarter of
+        # their bytes both ways, and this rank's part and its sum
+        (1, True, 0.75 * (2 * 4_000 + 8 * 8_000 / 2)),
+        (1, False, 0.75 * (2 * 4_000 + 8 * 8_000 / 2 + 4 * 8_000)),
+        # two levels: half goes to the other rank of the node, each has half of the sum
+        (2, True, 0.75 * (2 * 8_000 + 2 * 4_000 / 2 + 4 * 8_000 / 2 + 8 * 8_000 / 4)),
+    ],
+)
+def test_a_bucket_takes_packets_and_sums(local: int, in_place: bool, expected: float) -> None:
+    one = AssignedTensor("a", (1000,), "a quarter", 2_000, 500)
+    assignment = Assignment((one,) * 8)
+    assert assignment.buffer_bytes(6_000, 2, local, in_place=in_place) == expected
+    assert assignment.buffer_bytes(10**9, 2, local, in_place=in_place) == expected / 0.75
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
@@ -78,7 +80,7 @@ class States:
 
     Attributes:
         gathered_bytes: weights gathered at a time, at most.
-        communication_bytes: the reduce bucket, and the copy that its reduction sends.
+        communication_bytes: the reduce bucket, and what its reduction copies and sends.
         trainable_bytes: gradients of one rank before they are sharded.
         temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
         host_bytes: in host memory; not part of the other fields.
@@ -164,7 +166,7 @@ def estimate(
 
     hosts, per_host = _hosts(config if stage == 3 else None, world, hosts, notes)
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
-    residual_bytes, on_host, nccl = _exchange(parameters, config, world, hosts)
+    residual_bytes, on_host, buffers, nccl = _exchange(parameters, config, (world, hosts, bucket))
     if copy_bytes and lookup(config, ("ds_ckpt", "weights", "resident")):
         nccl += _nccl_bytes(world // per_host, 1)
 
@@ -186,7 +188,7 @@ def estimate(
         gradients_bytes=gradients_bytes,
         optimizer=name,
         optimizer_bytes=optimizer_bytes,
-        communication_bytes=communication,
+        communication_bytes=communication + buffers,
         reduce_bucket_bytes=bucket_bytes,
         trainable_bytes=item * trainable,
         temporary_bytes=step_bytes,
@@ -221,57 +223,61 @@ def _hosts(
     return hosts, hpz if hpz > 1 else 0
 
 
+class ExchangeBytes(NamedTuple):
+    """What one rank takes to exchange gradients; `on_host`: residuals are in host memory."""
+
+    residuals: int = 0
+    on_host: bool = False
+    buffers: int = 0
+    nccl: int = 0
+
+
 def _exchange(
-    parameters: Parameters, config: Mapping[str, Any] | None, world: int, hosts: int | None
-) -> tuple[int, bool, int]:
-    """Bytes of the gradients' residuals, whether they are in host memory, and NCCL's bytes."""
+    parameters: Parameters, config: Mapping[str, Any] | None, sizes: tuple[int, int | None, int]
+) -> ExchangeBytes:
     section = lookup(config, ("ds_ckpt", "compression"))
-    if not section or section.get("method") in (None, "none") or world == 1:
-        return 0, False, 0
+    if not section or section.get("method") in (None, "none") or sizes[0] == 1:
+        return ExchangeBytes()
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
     accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
-    residuals = residuals_of(parameters, settings, accumulation, world, hosts)
-    return *residuals, nccl_bytes(settings, world, hosts)
+    return exchange_bytes(parameters, settings, accumulation, *sizes)
 
 
-def nccl_bytes(settings: ExchangeSettings, world: int, hosts: int | None) -> int:
-    """Return the bytes of NCCL's buffers for the groups of an exchange, about."""
-    local = _ranks_of_node(settings, world, hosts)
-    if local > 1:
-        return _nccl_bytes(world // local, 1) + _nccl_bytes(1, local)
-    return _nccl_bytes(hosts or world, world // (hosts or world))
-
-
-def _nccl_bytes(hosts: int, local: int) -> int:
-    """Return what NCCL takes for an all-to-all of `local` ranks on each of `hosts` nodes."""
-    return _NCCL_PEER_BYTES * (local - 1) + _NCCL_NETWORK_BYTES * (hosts > 1)
-
-
-def _ranks_of_node(settings: ExchangeSettings, world: int, hosts: int | None) -> int:
-    """Return the ranks that divide a node's gradients: more than 1 with two levels."""
-    return world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
-
-
-def residuals_of(
+def exchange_bytes(
     parameters: Parameters,
     settings: ExchangeSettings,
     accumulation: int,
     world: int,
     hosts: int | None,
-) -> tuple[int, bool]:
-    """Bytes of one rank's residuals with their rollback copy, and whether in host memory."""
+    bucket: int,
+) -> ExchangeBytes:
+    """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
     holds = settings.holds_back(accumulation)
     feedback = settings.residuals(0, holds=holds)
+    # with two levels, the ranks of a node divide gradients and residuals
+    local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
+    nodes, choose = hosts or world, settings.choose(parameters.embeddings, local)
+    groups = [(nodes, 1), (1, local)] if local > 1 else [(nodes, world // nodes)]
+    shapes = ((name, shape, parameters.itemsize) for name, shape in parameters.shapes)
+    buffers = Assignment.of(choose, shapes, world // local, local).buffer_bytes(
+        *(bucket, world // local, local),
+        in_place=feedback is not None and feedback.adds_in_place,
+    )
+    sent = ExchangeBytes(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
     if feedback is None:
-        return 0, False
-    local = _ranks_of_node(settings, world, hosts)
-    choose = settings.choose(parameters.embeddings, local)
+        return sent
     kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
     elements = sum(kept)
     if local > 1:
         elements = sum(math.ceil(n / world) * (world // local) for n in kept)
-    return round(feedback.entry_bytes * elements), feedback.on_host
+    residuals = round(feedback.entry_bytes * elements)
+    return sent._replace(residuals=residuals, on_host=feedback.on_host)
+
+
+def _nccl_bytes(hosts: int, local: int) -> int:
+    """Return what NCCL takes for an all-to-all of `local` ranks on each of `hosts` nodes."""
+    return _NCCL_PEER_BYTES * (local - 1) + _NCCL_NETWORK_BYTES * (hosts > 1)
 
 
 def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:

@@ -21,7 +21,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.rules import ExchangeSettings
-from ds_ckpt.lab.estimate.memory import nccl_bytes, residuals_of
+from ds_ckpt.lab.estimate.memory import ExchangeBytes, exchange_bytes
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
@@ -63,18 +63,16 @@ class Method:
         """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
-    def residual_bytes(self, model: Model, machine: Machine, accumulation: int) -> tuple[int, bool]:
-        """Return a rank's residual bytes, and whether they are in host memory."""
+    def held(
+        self, model: Model, machine: Machine, accumulation: int, bucket: int = 0
+    ) -> ExchangeBytes:
+        """Return what a rank takes to exchange buckets of so many entries."""
         if self.settings is None:
-            return 0, False
+            return ExchangeBytes()
         world, hosts = machine.ranks, machine.hosts
-        return residuals_of(model.parameters, self.settings, accumulation, world, hosts)
-
-    def nccl_bytes(self, machine: Machine) -> int:
-        """Return the bytes of NCCL's buffers for the groups of the exchange."""
-        if self.settings is None or not machine.streams:
-            return 0
-        return nccl_bytes(self.settings, machine.ranks, machine.hosts)
+        given = model.parameters, self.settings, accumulation, world, hosts, bucket
+        found = exchange_bytes(*given)
+        return found if machine.streams else found._replace(nccl=0)
 
 
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
@@ -131,10 +129,10 @@ def gradients(
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided / bytes_per_s
     moved = (4.0, 4.0) if settings.lossless else _moved(settings.default.compressor())
-    nbytes, on_host = method.residual_bytes(model, machine, accumulation)
-    residual = nbytes / max(model.trained, 1)
+    held = method.held(model, machine, accumulation)
+    residual = held.residuals / max(model.trained, 1)
     accumulate_s = share * _ACCUMULATE_BYTES if residual else 0.0
-    to_host_s = 2 * residual / machine.bus_bytes_per_s if on_host else 0.0
+    to_host_s = 2 * residual / machine.bus_bytes_per_s if held.on_host else 0.0
     return Gradients(
         link_bytes=each * far,
         inside_bytes=inside,

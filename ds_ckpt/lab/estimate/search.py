@@ -296,17 +296,18 @@ class Search:
             gathers_changed=is_zero1,
             update_s=UPDATE_BYTES * model.trained / machine.ranks / bytes_per_s,
         )
-        residuals, on_host = of.method.residual_bytes(model, machine, of.micro_steps)
+        held = of.method.held(model, machine, of.micro_steps)
         memory = {**memory, "activations": plan.needed_bytes}
-        in_update = self._states[of.weights].step_bytes + memory["residuals"]
-        in_update += of.method.nccl_bytes(machine)
+        states = self._states[of.weights]
+        in_update = states.step_bytes - states.nccl_bytes
+        in_update += memory["NCCL's buffers"] + memory["residuals"]
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
         return Candidate(
             replace(of, policy=policy),
             plan,
             memory,
             question.capacity_bytes,
-            sum(b.offloaded_bytes for b in plan.blocks) + on_host * residuals,
+            sum(b.offloaded_bytes for b in plan.blocks) + held.on_host * held.residuals,
             machine,
             blocks,
             strategy,
@@ -329,15 +330,15 @@ class Search:
     def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
         """Bytes beside activations."""
         model, machine, states = self.question.model, self.machine, self._states[kind]
-        residuals, on_host = method.residual_bytes(model, machine, self.each // sequences)
+        held = method.held(model, machine, self.each // sequences, bucket_of(model))
         kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
             "weights, gradients, optimizer": kept,
             "gathered weights": states.gathered_bytes,
-            "buckets": states.communication_bytes,
+            "buckets": states.communication_bytes + held.buffers,
             "the node's copy of the weights": states.host_copy_bytes,
-            "residuals": residuals * (not on_host),
-            "NCCL's buffers": states.nccl_bytes + method.nccl_bytes(machine),
+            "residuals": held.residuals * (not held.on_host),
+            "NCCL's buffers": states.nccl_bytes + held.nccl,
             "gradients of activations, temporaries": model.temporary_bytes(sequences),
         }
 
