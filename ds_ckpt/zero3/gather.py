@@ -44,6 +44,8 @@ class GatherHook:
         self._patches = Patches()
         self._release = self._coordinator.release_sub_module
         self._kept: dict[int, nn.Module] = {}
+        self._begun: dict[int, nn.Module] | None = None
+        """Modules whose backward has begun. DeepSpeed until 0.19.2 does not record them."""
         self._local = threading.local()
         self.around_post_step: Callable[[Callable[[], None]], None] = lambda post_step: post_step()
         self._install()
@@ -54,6 +56,8 @@ class GatherHook:
         fetch, post_step = coordinator.fetch_sub_module, optimizer._post_step
 
         def timed_fetch(current_submodule: Any, forward: bool) -> None:
+            if self._begun is not None and not forward:
+                self._begun[current_submodule.ds_id] = current_submodule
             with self._counters.span("gather"):  # with the waits
                 fetch(current_submodule, forward)
 
@@ -90,19 +94,11 @@ class GatherHook:
 
     def _share_gathers(self) -> None:
         coordinator, optimizer = self._coordinator, self._optimizer
-        fetch, backward_epilogue = coordinator.fetch_sub_module, optimizer.backward_epilogue
-        begun: dict[int, nn.Module] | None = None
-        """Modules whose backward has begun. DeepSpeed until 0.19.2 does not record them."""
-        if not hasattr(coordinator, f"{_PREFIX}active_backward_submodules"):
-            begun = {}
-
-            def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
-                if not forward:
-                    begun[current_submodule.ds_id] = current_submodule
-                fetch(current_submodule, forward)
-
-            self._patches.set(coordinator, f"{_PREFIX}active_backward_submodules", begun)
-            self._patches.set(coordinator, "fetch_sub_module", fetch_sub_module)
+        backward_epilogue = optimizer.backward_epilogue
+        records = f"{_PREFIX}active_backward_submodules"
+        if not hasattr(coordinator, records):
+            self._begun = {}
+            self._patches.set(coordinator, records, self._begun)
 
         def release_sub_module(submodule: Any, forward: bool = False) -> None:
             if forward and self._is_recomputing:
@@ -110,14 +106,14 @@ class GatherHook:
                 return
             if not forward:
                 self._kept.pop(id(submodule), None)
-                if begun is not None:
-                    begun.pop(submodule.ds_id, None)
+                if self._begun is not None:
+                    self._begun.pop(submodule.ds_id, None)
             self._release(submodule, forward=forward)
 
         def epilogue(*args: Any, **kwargs: Any) -> Any:
             result = backward_epilogue(*args, **kwargs)  # ends every backward that has begun
-            while begun:  # DeepSpeed until 0.19.2 does not
-                self._release(begun.popitem()[1], forward=False)
+            while self._begun:  # DeepSpeed until 0.19.2 does not
+                self._release(self._begun.popitem()[1], forward=False)
             self.release_kept()
             return result
 
