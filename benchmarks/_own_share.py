@@ -27,7 +27,8 @@ class OwnShareToo(AllToAllExchange):
             weights = torch.ones_like(item.pending) if weights is None else weights
             weights = weights[item.layout.shard(self._me)]
             left.div_(weights)
-            payload = torch.empty(item.codec.packed_bytes(left.numel()), dtype=torch.uint8)
+            size, device = item.codec.packed_bytes(left.numel()), left.device
+            payload = torch.empty(size, dtype=torch.uint8, device=device)
             item.codec.pack_rows(left[None], payload[None])
             item.own.zero_()
             item.codec.unpack_add_rows(payload[None], item.own, loss_scale)

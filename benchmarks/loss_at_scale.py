@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _own_share import OwnShareToo
 from frontier import BOTH_WAYS, SIZES, Cell, after, append, begin, one_thread, result_line, tuned
 
+from ds_ckpt.engine import step as engine_step
 from ds_ckpt.lab.validate.runs import train
 from ds_ckpt.lab.validate.task import Task
 from ds_ckpt.lab.validate.world import InProcessWorld
@@ -42,7 +44,7 @@ def rows(steps: int) -> list[Cell]:
 def world_of(learner: Task, one: Cell, steps: int) -> InProcessWorld:
     """Return virtual workers at the start of a run."""
     learner.begin(0)
-    recipe = one.recipe(steps)
+    recipe = dataclasses.replace(one.recipe(steps), correction_start=steps // 5)
     return InProcessWorld(learner.model, learner.loss, recipe, one.settings, workers=WORKERS)
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     hardware = platform.processor() if device == "cpu" else torch.cuda.get_device_name(device)
     if device == "cpu":
         one_thread()
+    engine_step.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]
     text = file_corpus(options.data, "--data") if options.data else embedded_corpus()
     task: dict[str, Any] = SIZES | {"world": WORKERS, "products": "bf16", "layers": options.layers}
     task |= {"hidden_size": width, "intermediate_size": width * 8 // 3, "heads": -(-width // 64)}

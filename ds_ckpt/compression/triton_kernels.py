@@ -114,7 +114,7 @@ def pack_quantized(
         low, high = tl.min(x, axis=1), tl.max(x, axis=1)
         largest = tl.where(-low > high, low, high)
         LIMIT: tl.constexpr = 3.3895313892515355e38 / REACH
-        signed = largest * (-1.0 / REACH)  # exact
+        signed = largest * (-1.0 / REACH)  # a power of two: rounds as a division does
         scale = _bf16(tl.minimum(tl.maximum(signed, -LIMIT), LIMIT))
         wide = _wide(scale)
         divisors = tl.where(wide == 0.0, 1.0, wide)

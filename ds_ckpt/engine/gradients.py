@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,12 +93,20 @@ class Gradients:
             self.sampler.observe(config.guard.every_n_steps, self.guard.check)
 
     def _rehearse(self, device: torch.device) -> None:
-        """Exchange the largest bucket: first without sending it, which may fail on one rank."""
-        bucket = largest_bucket(self._engine)
-        alone = partial(self.step.rehearse, bucket, device, sends=False)
-        run_on_all_or_raise(alone, what="run its kernels")
-        together = partial(self.step.rehearse, bucket, device, sends=True)
-        self._nccl_bytes = grown_outside_torch(device, together)
+        """Exchange the largest bucket without sending it; if none has failed, send it.
+
+        On DeepSpeed's stream for reductions: torch keeps freed memory for the stream that used it.
+        """
+        bucket, module = largest_bucket(self._engine), torch.get_device_module(device)
+        stream = getattr(self._engine.optimizer, "reduce_and_partition_stream", None)
+
+        def rehearse(sends: bool) -> None:
+            with module.stream(stream) if stream is not None else nullcontext():
+                self.step.rehearse(bucket, device, sends=sends)
+            module.synchronize(device)  # a kernel's failure is raised here
+
+        run_on_all_or_raise(partial(rehearse, False), what="run its kernels")
+        self._nccl_bytes = grown_outside_torch(device, partial(rehearse, True))
 
     def sample(self) -> ExchangeSample:
         """Return the times and errors of the last step."""

@@ -34,8 +34,8 @@ log = logging.getLogger("ds_ckpt")
 class Planning:
     """Plans for one engine at its first training batch; until then `plan` is None.
 
-    `install` installs a plan on the model. `exchange_bytes` returns what the gradient exchange
-    keeps on the accelerator, by purpose.
+    `install` installs a plan on the model. `exchange_bytes` returns what the exchange of
+    gradients and weights keeps on the accelerator, by purpose.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Planning:
         """Return the budget, or the memory that this rank can have if that is less."""
         asked, available = self._config.budget_gib, float(free_on(self._device))
         if self._device.type == "cuda":
-            available += torch.cuda.memory_allocated(self._device)
+            # both are used already, and counted among what is resident
+            nccl = sum(n for name, n in self._exchange_bytes().items() if name.startswith("NCCL"))
+            available += torch.cuda.memory_allocated(self._device) + nccl
         if self._config.policy == "auto":
             available *= AUTO_SHARE
         return int(available if asked is None else min(available, asked * GIB))

@@ -42,7 +42,7 @@ class ResidentWeights:
 
     Attributes:
         tuner: None if there is nothing to choose.
-        nccl_bytes: what NCCL has allocated for the groups.
+        nccl_bytes: bytes that NCCL has allocated for the groups.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ def make_resident(
     rank = dist.get_rank(own)
     refuse_too_large(engine, NodeLayout(len(nodes), local, rank, None), asked)
     inside, between = new_groups(own, nodes[rank // local], range(len(nodes) * local))
+    hook: WeightsHook | None = None
     try:
         hook = WeightsHook(
             optimizer,
@@ -171,6 +172,8 @@ def make_resident(
         if not on_host(hook.device):
             nccl_bytes = grown_outside_torch(hook.device, hook.rehearse)
     except BaseException:
+        if hook is not None:
+            hook.drop()
         for group in (between, inside):
             discard(group)
         raise

@@ -41,7 +41,7 @@ from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.metric import PreconditionerEstimate
 from ds_ckpt.exchange.rules import Choose
-from ds_ckpt.exchange.transport import Packets, Transport, Unsent
+from ds_ckpt.exchange.transport import NullTransport, Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
 
 _LONGEST_DOT = 1 << 30
@@ -161,32 +161,32 @@ class AllToAllExchange:
         if not on_host(device):
             for codec, numels in sizes.items():
                 for numel in numels:
-                    _try(codec, numel, device)
+                    _compile_kernels(codec, numel, device)
 
     def rehearse(self, bucket: Bucket, device: torch.device, *others: Choose, sends: bool) -> None:
         """Exchange a bucket of zeros as steps will, also by `others`, and roll it back.
 
         NCCL allocates buffers for each peer with a group's first messages, and Triton compiles a
         kernel with its first call: here, and not in the first backward, after memory is planned.
-        Collective, unless nothing is sent (`sends`).
+        Collective if it `sends`.
         """
         names = [name for name, _, _ in bucket]
         first = self.accumulate if self._accumulates else self.average
+        ways = [(first, self._choose), *((self.average, way) for way in (self._choose, *others))]
         transport, in_host = self.transport, self._in_host
         if not sends:
-            self.transport = Unsent(transport)
-            self._in_host = in_host and InHostSum(Unsent(in_host.transport), in_host.peers)
+            self.transport = NullTransport(transport)
+            self._in_host = in_host and InHostSum(NullTransport(in_host.transport), in_host.peers)
         try:
-            for choose in (self._choose, *others):
-                for reduce in (first, self.average):  # the second one adds to a residual
-                    zeros = [torch.zeros(shape, dtype=dt, device=device) for _, shape, dt in bucket]
-                    reduce(names, zeros, choose=choose)
-                if sends:  # raises on all ranks if versions of the wire format differ
-                    assert not self.nonfinite_buckets, "a bucket of zeros"
-                self._finite, self._same_version = [], None
-                self.feedback.rollback()
-                self.factors.rollback()
-                self.reset_step()
+            for reduce, choose in ways:  # from the second on with a residual
+                zeros = (torch.zeros(shape, dtype=dt, device=device) for _, shape, dt in bucket)
+                reduce(names, list(zeros), choose=choose)
+            nonfinite = self.nonfinite_buckets if sends else 0  # and versions of the wire format
+            assert not nonfinite, "a bucket of zeros"
+            self._finite, self._same_version = [], None
+            self.feedback.rollback()
+            self.factors.rollback()
+            self.reset_step()
         finally:
             self.transport, self._in_host = transport, in_host
             self.timings.seconds.clear()
@@ -447,7 +447,7 @@ class AllToAllExchange:
         return total.div_(self.world) if item.divided_last else total
 
 
-def _try(codec: Codec, numel: int, device: torch.device) -> None:
+def _compile_kernels(codec: Codec, numel: int, device: torch.device) -> None:
     """Pack and unpack zeros, at an address that is a multiple of 16 and at one that is not."""
     for start in (0, 1):
         values = torch.zeros(numel + 1, dtype=torch.float32, device=device)[start : start + numel]

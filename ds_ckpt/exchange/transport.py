@@ -80,8 +80,8 @@ class TorchTransport:
         self._all_reduce(tensor, group=self._group)
 
 
-class Unsent:
-    """A `Transport` of a group's size that sends nothing, and receives zeros."""
+class NullTransport:
+    """A `Transport` that sends nothing: all-to-alls return zeros, all-reduces the input."""
 
     def __init__(self, like: Transport) -> None:
         self.world, self.dp_rank = like.world, like.dp_rank

@@ -16,6 +16,7 @@ import math
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -95,23 +96,24 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
 
 
 def _map(device: torch.device, code: Callable[..., _T], *chunks: Sequence[Any]) -> list[_T]:
-    """Code chunks in all threads of this process; on an accelerator one after the other.
+    """Apply `code` to every chunk, on CPUs in threads.
 
     Chunks are independent, and what takes time releases Python's lock. On an accelerator the order
     of operators is that of the caller's stream, which other threads do not have.
     """
     threads = min(_threads(), len(chunks[0])) if on_host(device) else 1
-    if threads < 2:
+    if threads < 2 or not threading.main_thread().is_alive():  # no thread starts at the very end
         return list(map(code, *chunks))
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(code, *chunks))
 
 
 def _threads() -> int:
-    """Return this process's cores: those that it may use, divided by the ranks of its node."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """Return this process's cores: those that it is bound to, else its part of the node's."""
+    every = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else every
     ranks = next((int(n) for key in _LOCAL_SIZE if (n := os.environ.get(key, "")).isdigit()), 1)
-    return max(1, cores // max(ranks, 1))
+    return own if own < every else max(1, own // max(ranks, 1))
 
 
 def _mantissa(weights: Tensor) -> int:

@@ -94,7 +94,7 @@ class GradientHook:
         """Buckets were reduced and backward has not ended, or a step began without a decision."""
         self._skipped_in_a_row = 0
         self._autocast_scale: float | None = None
-        """Of the step under way; reading it waits for the device."""
+        """Autocast's scale in the step under way; reading it waits for the device."""
         self.before_forward: list[Callable[[], None]] = [self._drop_unfinished]
         self._install()
 
@@ -215,6 +215,7 @@ class GradientHook:
         if self._exchange is None:
             return
         self._exchange.rollback()
+        self._autocast_scale = None
         self._drop_gradients()
         self._is_unfinished = False
 

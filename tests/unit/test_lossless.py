@@ -74,16 +74,23 @@ def test_an_error_in_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("environment", "threads"), [({}, 8), ({"LOCAL_SIZE": "4"}, 2), ({"LOCAL_WORLD_SIZE": "9"}, 1)]
+    ("environment", "bound", "threads"),
+    [
+        ({}, 8, 8),
+        ({"LOCAL_SIZE": "4"}, 8, 2),
+        ({"LOCAL_WORLD_SIZE": "9"}, 8, 1),
+        ({"LOCAL_SIZE": "4"}, 2, 2),  # the launcher has divided them already
+    ],
 )
 def test_ranks_of_a_node_share_its_cores(
-    environment: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], bound: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in lossless._LOCAL_SIZE:
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(bound)), raising=False)
     assert lossless._threads() == threads
 
 

@@ -31,9 +31,9 @@ _STATE_BYTES = {**dict.fromkeys(("adam", "adamw", "fusedadam", "lamb"), 8), "sgd
 _STATE_BYTES |= dict.fromkeys(("adagrad", "lion", "muon"), 4)
 """32-bit bytes an element of the optimizer's own state; SGD's momentum is added."""
 _NCCL_PEER_BYTES = 470_000_000
-"""Of each peer on the node: 3.28 GB for an all-to-all with 7 of them (H100, NCCL issue 1685)."""
+"""Bytes per peer on the node: 3.28 GB for an all-to-all with 7 of them (H100, NCCL issue 1685)."""
 _NCCL_NETWORK_BYTES = 512 << 20
-"""Of a group on several nodes, whatever their number (NCCL issue 2363)."""
+"""Bytes per group on several nodes, whatever their number (NCCL issue 2363)."""
 DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
