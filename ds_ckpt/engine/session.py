@@ -286,9 +286,8 @@ class Session:
     @property
     def residual_bytes(self) -> int:
         """Former name of `exchange.feedback.nbytes`, with a warning; 0 without residuals."""
-        warnings.warn(
-            _FORMER.format("residual_bytes", "feedback"), DeprecationWarning, stacklevel=2
-        )
+        words = _FORMER.format("residual_bytes", "feedback.nbytes")
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
         feedback = self.exchange.feedback if self.exchange else None
         return feedback.nbytes if feedback else 0
 

@@ -97,15 +97,18 @@ class StepState:
         """Return whether residuals delay this step's gradients."""
         return not self._is_warming_up and self.is_compressing
 
+    @property
+    def _warm_ups(self) -> tuple[Choose, ...]:
+        return () if self._warm_up is None else (self._warm_up,)
+
     def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
         """See `AllToAllExchange.reserve`."""
-        others = () if self._warm_up is None else (self._warm_up,)
-        self.exchange.reserve(shapes, device, *others)
+        self.exchange.reserve(shapes, device, *self._warm_ups)
 
     def rehearse(self, bucket: Bucket, device: torch.device, *, sends: bool) -> None:
         """Rehearse all that steps may do with a bucket; see `AllToAllExchange.rehearse`."""
-        others = () if self._warm_up is None else (self._warm_up,)
-        self.exchange.rehearse(bucket, device, *others, _uncompressed, sends=sends)
+        others = *self._warm_ups, _uncompressed
+        self.exchange.rehearse(bucket, device, *others, sends=sends)
 
     def reduce(
         self,

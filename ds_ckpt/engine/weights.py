@@ -38,11 +38,11 @@ class ResidentWeights:
         hook: Attached.
         codecs: Encodings of the changes, by name; all train alike to the bit.
         groups: Process groups made for the hook.
+        nccl_bytes: Bytes that NCCL has allocated for them.
         may_detach: Whether DeepSpeed's own gathers are a candidate, too.
 
     Attributes:
         tuner: None if there is nothing to choose.
-        nccl_bytes: bytes that NCCL has allocated for the groups.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ResidentWeights:
         hook: WeightsHook,
         codecs: Mapping[str, ChangeCodec],
         groups: tuple[Any, ...],
+        nccl_bytes: int = 0,
         *,
         may_detach: bool,
     ) -> None:
-        self.hook, self.codecs, self.groups = hook, codecs, groups
-        self.nccl_bytes = 0
+        self.hook, self.codecs, self.groups, self.nccl_bytes = hook, codecs, groups, nccl_bytes
         self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
         candidates = [*codecs, *[GATHERED] * may_detach]
         self.tuner: Tuner | None = None
@@ -178,9 +178,8 @@ def make_resident(
             discard(group)
         raise
     may_detach = config.resident == "auto"
-    resident = ResidentWeights(engine, hook, codecs, (between, inside), may_detach=may_detach)
-    resident.nccl_bytes = nccl_bytes
-    return resident
+    made = engine, hook, codecs, (between, inside), nccl_bytes
+    return ResidentWeights(*made, may_detach=may_detach)
 
 
 def _codecs(config: WeightsConfig, dtype: torch.dtype) -> dict[str, ChangeCodec]:

@@ -225,7 +225,7 @@ def _hosts(
 
 
 class ExchangeBytes(NamedTuple):
-    """What one rank takes to exchange gradients; `on_host`: residuals are in host memory."""
+    """Bytes that one rank takes to exchange gradients; `on_host`: residuals in host memory."""
 
     residuals: int = 0
     on_host: bool = False

@@ -298,9 +298,7 @@ class Search:
         )
         held = of.method.held(model, machine, of.micro_steps)
         memory = {**memory, "activations": plan.needed_bytes}
-        states = self._states[of.weights]
-        in_update = states.step_bytes - states.nccl_bytes
-        in_update += memory["NCCL's buffers"] + memory["residuals"]
+        in_update = self._states[of.weights].step_bytes + memory["residuals"] + held.nccl
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
         return Candidate(
             replace(of, policy=policy),
