@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a former name of this release's predecessor, with a warning."""
+    """Return what a deprecated name stands for, with a warning."""
     former: dict[str, tuple[Any, str]] = {
         "Gone": (Removed, "Removed"),
         "add_scaled": (lambda into, add, scale: into.add_(add, alpha=scale), "Tensor.add_"),
@@ -60,6 +60,8 @@ def __getattr__(name: str) -> Any:
     if name not in former:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value, instead = former[name]
-    message = f"ds_ckpt.compression.{name} goes with the next release: use {instead}"
+    message = (
+        f"ds_ckpt.compression.{name} is deprecated, and removed in the next release: use {instead}"
+    )
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return value

@@ -190,7 +190,8 @@ def _require_same_settings(summary: str) -> None:
     time.sleep(min(2.0, limit_s))  # store and launch end with the first rank that raises
     found = "; ".join(f"{found} on rank {', '.join(ranks[found][:8])}" for found in ranks)
     why = f"the {world} ranks exchange gradients, weights and plans"
-    remedy = f"use one configuration, ds_ckpt on every rank and {environment.STARTUP} on PYTHONPATH"
+    remedy = "use one configuration, and the same version of ds_ckpt on every rank, "
+    remedy += f"with {environment.STARTUP} on PYTHONPATH"
     headline = "ds_ckpt is not active alike on all ranks"
     raise UnsupportedError(Problem("ranks", found, why, remedy), headline=headline)
 

@@ -93,7 +93,7 @@ class Gradients:
             self.sampler.observe(config.guard.every_n_steps, self.guard.check)
 
     def _rehearse(self, device: torch.device) -> None:
-        """Exchange the largest bucket without sending it; if none has failed, send it.
+        """Exchange the largest bucket without sending it; if no rank has failed, send it.
 
         On DeepSpeed's stream for reductions: torch keeps freed memory for the stream that used it.
         """
@@ -105,7 +105,7 @@ class Gradients:
                 self.step.rehearse(bucket, device, sends=sends)
             module.synchronize(device)  # a kernel's failure is raised here
 
-        run_on_all_or_raise(partial(rehearse, False), what="run its kernels")
+        run_on_all_or_raise(partial(rehearse, False), what="run the compression kernels")
         self._nccl_bytes = grown_outside_torch(device, partial(rehearse, True))
 
     def sample(self) -> ExchangeSample:
@@ -165,7 +165,9 @@ class Gradients:
             memory = "host memory" if feedback.on_host else "memory"
             facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")
         if self._nccl_bytes:
-            facts.append(f"NCCL's buffers take {self._nccl_bytes / 1e6:,.4g} MB of memory")
+            facts.append(
+                f"NCCL's buffers for it take {self._nccl_bytes / 1e6:,.4g} MB of GPU memory"
+            )
         why = why_not_corrected(self._engine.optimizer)
         if self._settings.momentum_correction and why:
             facts.append(f"no momentum correction: {why}")

@@ -85,7 +85,7 @@ class Planning:
         """Return the budget, or the memory that this rank can have if that is less."""
         asked, available = self._config.budget_gib, float(free_on(self._device))
         if self._device.type == "cuda":
-            # both are used already, and counted among what is resident
+            # neither torch's tensors nor NCCL's buffers are free, but `resident` counts them
             nccl = sum(n for name, n in self._exchange_bytes().items() if name.startswith("NCCL"))
             available += torch.cuda.memory_allocated(self._device) + nccl
         if self._config.policy == "auto":

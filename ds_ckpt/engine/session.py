@@ -42,7 +42,7 @@ from ds_ckpt.zero3.gradient import GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
-_FORMER = "session.{} goes with the next release: use session.exchange.{}"
+_FORMER = "session.{} is deprecated, and removed in the next release: use session.exchange.{}"
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Attached sessions. DeepSpeed destroys an engine that is collected, which detaches its session."""
 
@@ -147,7 +147,7 @@ class Session:
         )
 
     def _exchange_bytes(self) -> dict[str, int]:
-        """Return what gradients and weights take of the accelerator to be sent, by purpose."""
+        """Return accelerator bytes of the exchange of gradients and weights, by purpose."""
         found = self.exchange.resident_bytes() if self.exchange else {}
         if self._resident is not None and self._resident.nccl_bytes:
             found["NCCL's buffers for weights"] = self._resident.nccl_bytes

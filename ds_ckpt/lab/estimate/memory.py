@@ -168,7 +168,7 @@ def estimate(
     copy_bytes = host_copy_bytes(parameters.counts, world, per_host, item) if per_host else 0
     residual_bytes, on_host, buffers, nccl = _exchange(parameters, config, (world, hosts, bucket))
     if copy_bytes and lookup(config, ("ds_ckpt", "weights", "resident")):
-        # of as many owners as there are nodes a rank has replicas, some are on its own node
+        # a rank has a replica of one owner per node; some of these are on its own node
         nccl += _nccl_bytes(world // per_host, min(world // per_host, per_host))
 
     host = residual_bytes * on_host
