@@ -30,14 +30,14 @@ _RANK_AGE_S = 60.0
 _REPORT_AFTER = 5
 
 
-def with_plugin(base: Mapping[str, str], section: Any, reached_file: Path) -> dict[str, str]:
+def with_plugin(base: Mapping[str, str], section: Any, marker: Path) -> dict[str, str]:
     """Return an environment in which every Python process has the plugin.
 
     `section` is added to configurations that have none. Processes on this node create the file
-    `reached_file` when they call `deepspeed.initialize`.
+    `marker` when they call `deepspeed.initialize`.
     """
     path = os.pathsep.join(filter(None, [str(STARTUP), base.get("PYTHONPATH")]))
-    added = {"PYTHONPATH": path, REACHED_FILE_VARIABLE: str(reached_file)}
+    added = {"PYTHONPATH": path, REACHED_FILE_VARIABLE: str(marker)}
     if section is not None:  # pdsh, mpirun and srun take away quotes, blanks or commas
         added[SECTION_VARIABLE] = base64.urlsafe_b64encode(json.dumps(section).encode()).decode()
     return {**base, **added}

@@ -191,7 +191,7 @@ class CheckpointedInputsConfig(Section):
         description="Smallest tensor that is split over the tensor-parallel group, in bytes.",
     )
 
-    def describe_storage(self) -> str:
+    def describe_input_storage(self) -> str:
         """Describe the active settings; empty if none is active."""
         words = ""
         if self.offload:

@@ -90,7 +90,7 @@ class CheckpointedBlocks:
                 if before is True:
                     _ignore_request()
                 has_layers = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
-                flag = _LayeredModelFlag(before) if has_layers else False
+                flag = _CheckpointingFlag(before) if has_layers else False
                 self._patches.set(module, "gradient_checkpointing", flag)
                 self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
             if hasattr(module, "_set_gradient_checkpointing"):
@@ -178,7 +178,7 @@ class _Run:
         return result
 
 
-class _LayeredModelFlag:
+class _CheckpointingFlag:
     """`gradient_checkpointing` of a transformers model with layers: true while autograd records.
 
     In training mode such a model drops its key-value cache if the flag is true. `generate`, and a

@@ -35,7 +35,7 @@ def execute(
 
     with exit_on_error():
         content = _read_section(section)
-    _warn_of_leftovers()
+    _warn_of_stale_environment_file()
     environment.clear_stale_locks(0.0)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_exec_") as folder:
         reached = Path(folder, "reached")
@@ -52,7 +52,7 @@ def execute(
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
 
 
-def _warn_of_leftovers() -> None:
+def _warn_of_stale_environment_file() -> None:
     """Warn if DeepSpeed would send variables of an earlier run to other nodes."""
     from ds_ckpt.environment import REACHED_FILE_VARIABLE
 

@@ -133,7 +133,7 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         rules = f", {len(self.rules)} rules" if self.rules else ""
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"
-        return words + rules + self.describe_storage()
+        return words + rules + self.describe_input_storage()
 
 
 def activation_policy(config: ActivationConfig) -> Policy:

@@ -23,7 +23,7 @@ from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
-from ds_ckpt.telemetry.memory import grown_outside_torch
+from ds_ckpt.telemetry.memory import measure_non_torch_bytes
 from ds_ckpt.telemetry.steps import ExchangeSample
 from ds_ckpt.zero3.compatibility import ends_step, same_ranks, shard_group
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
@@ -81,7 +81,7 @@ class Gradients:
         try:
             run_on_all_or_raise(reserve, what="allocate its residuals")
             if not on_host(device):
-                self._rehearse(device)
+                self._preallocate(device)
         except BaseException:
             self.discard()
             raise
@@ -92,7 +92,7 @@ class Gradients:
             self.guard = Guard(self.step, config.guard.limits(), acts=acts, logs=logs)
             self.sampler.observe(config.guard.every_n_steps, self.guard.check)
 
-    def _rehearse(self, device: torch.device) -> None:
+    def _preallocate(self, device: torch.device) -> None:
         """Exchange the largest bucket without sending it; if no rank has failed, send it.
 
         On DeepSpeed's stream for reductions: torch keeps freed memory for the stream that used it.
@@ -100,13 +100,13 @@ class Gradients:
         bucket, module = largest_bucket(self._engine), torch.get_device_module(device)
         stream = getattr(self._engine.optimizer, "reduce_and_partition_stream", None)
 
-        def rehearse(sends: bool) -> None:
+        def preallocate(sends: bool) -> None:
             with module.stream(stream) if stream is not None else nullcontext():
-                self.step.rehearse(bucket, device, sends=sends)
+                self.step.preallocate(bucket, device, sends=sends)
             module.synchronize(device)  # a kernel's failure is raised here
 
-        run_on_all_or_raise(partial(rehearse, False), what="run the compression kernels")
-        self._nccl_bytes = grown_outside_torch(device, partial(rehearse, True))
+        run_on_all_or_raise(partial(preallocate, False), what="run the compression kernels")
+        self._nccl_bytes = measure_non_torch_bytes(device, partial(preallocate, True))
 
     def sample(self) -> ExchangeSample:
         """Return the times and errors of the last step."""

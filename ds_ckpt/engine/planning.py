@@ -34,7 +34,7 @@ log = logging.getLogger("ds_ckpt")
 class Planning:
     """Plans for one engine at its first training batch; until then `plan` is None.
 
-    `install` installs a plan on the model. `exchange_bytes` returns what the exchange of
+    `install` installs a plan on the model. `exchange_memory` returns what the exchange of
     gradients and weights keeps on the accelerator, by purpose.
     """
 
@@ -43,10 +43,10 @@ class Planning:
         engine: Any,
         config: ActivationConfig,
         install: Callable[[ActivationPlan], None],
-        exchange_bytes: Callable[[], Mapping[str, int]],
+        exchange_memory: Callable[[], Mapping[str, int]],
     ) -> None:
         self._engine, self._config = engine, config
-        self._install, self._exchange_bytes = install, exchange_bytes
+        self._install, self._exchange_memory = install, exchange_memory
         self._device = torch.device(engine.device)
         self.plan: ActivationPlan | None = None
         self._largest = 0
@@ -86,7 +86,7 @@ class Planning:
         asked, available = self._config.budget_gib, float(free_on(self._device))
         if self._device.type == "cuda":
             # neither torch's tensors nor NCCL's buffers are free, but `resident` counts them
-            nccl = sum(n for name, n in self._exchange_bytes().items() if name.startswith("NCCL"))
+            nccl = sum(n for name, n in self._exchange_memory().items() if name.startswith("NCCL"))
             available += torch.cuda.memory_allocated(self._device) + nccl
         if self._config.policy == "auto":
             available *= AUTO_SHARE
@@ -112,7 +112,7 @@ class Planning:
         resident: dict[str, int] = {}
         if config.budget_is_of == "accelerator":
             blocks = [b.module for b in find_blocks(engine.module, config.modules)]
-            resident = {**resident_bytes(engine, blocks), **self._exchange_bytes()}
+            resident = {**resident_bytes(engine, blocks), **self._exchange_memory()}
         allowance = Allowance(
             limit_bytes,
             config.budget_is_of,

@@ -100,7 +100,7 @@ class Session:
                 self.config = config = config.model_copy(update={"activation": unsplit})
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
-            held = self._exchange_bytes
+            held = self._exchange_memory
             self._planning = Planning(engine, config.activation, self._install_plan, held)
             self._detach.callback(self._planning.stop)
         elif config.activation.active:
@@ -146,7 +146,7 @@ class Session:
             loading=self._resident.loading if self._resident else nullcontext,
         )
 
-    def _exchange_bytes(self) -> dict[str, int]:
+    def _exchange_memory(self) -> dict[str, int]:
         """Return accelerator bytes of the exchange of gradients and weights, by purpose."""
         found = self.exchange.resident_bytes() if self.exchange else {}
         if self._resident is not None and self._resident.nccl_bytes:

@@ -105,10 +105,10 @@ class StepState:
         """See `AllToAllExchange.reserve`."""
         self.exchange.reserve(shapes, device, *self._warm_ups)
 
-    def rehearse(self, bucket: Bucket, device: torch.device, *, sends: bool) -> None:
-        """Rehearse all that steps may do with a bucket; see `AllToAllExchange.rehearse`."""
+    def preallocate(self, bucket: Bucket, device: torch.device, *, sends: bool) -> None:
+        """Preallocate for all exchanges of a bucket; see `AllToAllExchange.preallocate`."""
         others = *self._warm_ups, _uncompressed
-        self.exchange.rehearse(bucket, device, *others, sends=sends)
+        self.exchange.preallocate(bucket, device, *others, sends=sends)
 
     def reduce(
         self,

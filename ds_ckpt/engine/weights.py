@@ -17,7 +17,7 @@ from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, new_groups
 from ds_ckpt.telemetry import Counters
-from ds_ckpt.telemetry.memory import free_on, grown_outside_torch
+from ds_ckpt.telemetry.memory import free_on, measure_non_torch_bytes
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.compatibility import same_ranks, shard_group
@@ -170,7 +170,7 @@ def make_resident(
         )
         nccl_bytes = 0
         if not on_host(hook.device):
-            nccl_bytes = grown_outside_torch(hook.device, hook.rehearse)
+            nccl_bytes = measure_non_torch_bytes(hook.device, hook.preallocate)
     except BaseException:
         if hook is not None:
             hook.drop()

@@ -163,7 +163,9 @@ class AllToAllExchange:
                 for numel in numels:
                     _compile_kernels(codec, numel, device)
 
-    def rehearse(self, bucket: Bucket, device: torch.device, *others: Choose, sends: bool) -> None:
+    def preallocate(
+        self, bucket: Bucket, device: torch.device, *others: Choose, sends: bool
+    ) -> None:
         """Exchange a bucket of zeros as steps will, also by `others`, and roll it back.
 
         NCCL allocates buffers for each peer with a group's first messages, and Triton compiles a

@@ -38,7 +38,7 @@ def free_on(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def grown_outside_torch(device: torch.device, action: Callable[[], None]) -> int:
+def measure_non_torch_bytes(device: torch.device, action: Callable[[], None]) -> int:
     """Return the bytes of a CUDA device that `action` takes beside torch's allocator, else 0.
 
     For a group's first messages these are NCCL's buffers.

@@ -78,7 +78,7 @@ class ReplicaTransfer:
         self.received = 0
         self._launch()
 
-    def rehearse(self, nbytes: int) -> None:
+    def preallocate(self, nbytes: int) -> None:
         """Send a packet of zeros and drop it: NCCL makes buffers with a group's first message."""
         packet = torch.zeros(nbytes, dtype=torch.uint8, device=self._device())
         self.start([packet], is_fixed_size=True)

@@ -360,10 +360,10 @@ class WeightsHook:
             _copy(updated, [self._replica(piece.param, rank) for piece in chunk])
         return packet
 
-    def rehearse(self) -> None:
+    def preallocate(self) -> None:
         """Send a chunk of zeros as large as the largest, and drop it. Collective."""
         elements = max(sum(piece.size for piece in chunk) for chunk in self._chunks)
-        self._transfer.rehearse(elements * self._params[0].ds_tensor.element_size())
+        self._transfer.preallocate(elements * self._params[0].ds_tensor.element_size())
 
     def drain(self) -> None:
         """Wait for all chunks in flight. Collective."""

@@ -34,13 +34,17 @@ def on(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any
         return case(*arguments, **options)
 
 
-def rehearsed(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Another case, whose exchanges are rehearsed at attach as on an accelerator."""
+def preallocated(slots: list[int], case: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Another case, whose exchanges are preallocated at attach as on an accelerator."""
     with (
         patch.object(gradients, "on_host", lambda device: False),
         patch.object(weights, "on_host", lambda device: False),
-        patch.object(WeightsHook, "rehearse", autospec=True, side_effect=WeightsHook.rehearse) as w,
-        patch.object(StepState, "rehearse", autospec=True, side_effect=StepState.rehearse) as g,
+        patch.object(
+            WeightsHook, "preallocate", autospec=True, side_effect=WeightsHook.preallocate
+        ) as w,
+        patch.object(
+            StepState, "preallocate", autospec=True, side_effect=StepState.preallocate
+        ) as g,
     ):
         found = on(slots, case, *arguments, **options)
         assert [call.kwargs["sends"] for call in g.call_args_list] == [False, True]

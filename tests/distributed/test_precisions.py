@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import cases_compression, cases_resume
-from tests.distributed.cases_precision import on, rehearsed
+from tests.distributed.cases_precision import on, preallocated
 from tests.distributed.models import quantize_section, topk_section
 
 # Hysteresis: the first overflow leaves the scale, so that a run without it computes the same.
@@ -124,14 +124,14 @@ def test_a_step_that_ends_in_an_exception_leaves_nothing(world2: Any, how: str, 
     ("slots", "section", "accumulation"),
     [([1, 1], "everything", 1), pytest.param([2, 2], "3 bits", 2, marks=pytest.mark.slow)],
 )
-def test_an_exchange_that_is_rehearsed_at_attach_changes_no_bit(
+def test_an_exchange_that_is_preallocated_at_attach_changes_no_bit(
     request: pytest.FixtureRequest, slots: list[int], section: str, accumulation: int
 ) -> None:
     pool = request.getfixturevalue(f"world{sum(slots)}")
     resident = {**SECTIONS[section], "weights": {"resident": True, "deltas": "none"}}
     given = slots, cases_compression.run, "llama", resident, 3
     for ours, plain in zip(
-        *(pool.run(case, *given, accumulation=accumulation) for case in (rehearsed, on)),
+        *(pool.run(case, *given, accumulation=accumulation) for case in (preallocated, on)),
         strict=True,
     ):
         assert ours["residuals"].keys() == plain["residuals"].keys() != set()

@@ -183,7 +183,7 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     ("method", "local", "holds"),
     [*((method, 1, False) for method in METHODS), ("3 bits", 2, True), (BESIDE, 1, True)],
 )
-def test_a_rehearsal_runs_all_that_a_step_runs_and_leaves_nothing(
+def test_preallocation_runs_all_that_a_step_runs_and_leaves_nothing(
     method: str, local: int, holds: bool
 ) -> None:
     """Kernels are those of the operators, messages those of every group, of the same sizes."""
@@ -196,14 +196,14 @@ def test_a_rehearsal_runs_all_that_a_step_runs_and_leaves_nothing(
         if sends:
             assert not sent
 
-        def rehearse(p: int, sends: bool = sends) -> None:
-            processes.world.exchanges[p].rehearse(bucket, DEVICE, sends=sends)
+        def preallocate(p: int, sends: bool = sends) -> None:
+            processes.world.exchanges[p].preallocate(bucket, DEVICE, sends=sends)
 
         with processes.gpus[0].watched():
-            processes.world.virtual.run(lambda p: in_threads(processes.gpus[p], rehearse)(p))
+            processes.world.virtual.run(lambda p: in_threads(processes.gpus[p], preallocate)(p))
         seen += [set(gpu.launches) for gpu in processes.gpus]
     assert not any(feedback.state_dict() for feedback in processes.world.feedbacks)
-    rehearsed = set(sent)
+    preallocated = set(sent)
     sent.clear()
     for step in range(2):
         if holds:
@@ -213,8 +213,8 @@ def test_a_rehearsal_runs_all_that_a_step_runs_and_leaves_nothing(
         assert new == [set()] * size
         processes.verdict()
     # with a residual, as with none
-    assert {(group, what) for group, what, _ in sent} == {(g, w) for g, w, _ in rehearsed}
-    assert set(sent) <= rehearsed
+    assert {(group, what) for group, what, _ in sent} == {(g, w) for g, w, _ in preallocated}
+    assert set(sent) <= preallocated
 
 
 def _messages(processes: OnGpus) -> list[tuple[str, str, tuple[int, ...]]]:

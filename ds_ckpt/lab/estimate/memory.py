@@ -224,7 +224,7 @@ def _hosts(
     return hosts, hpz if hpz > 1 else 0
 
 
-class ExchangeBytes(NamedTuple):
+class ExchangeMemory(NamedTuple):
     """Bytes that one rank takes to exchange gradients; `on_host`: residuals in host memory."""
 
     residuals: int = 0
@@ -235,24 +235,24 @@ class ExchangeBytes(NamedTuple):
 
 def _exchange(
     parameters: Parameters, config: Mapping[str, Any] | None, sizes: tuple[int, int | None, int]
-) -> ExchangeBytes:
+) -> ExchangeMemory:
     section = lookup(config, ("ds_ckpt", "compression"))
     if not section or section.get("method") in (None, "none") or sizes[0] == 1:
-        return ExchangeBytes()
+        return ExchangeMemory()
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
     accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
-    return exchange_bytes(parameters, settings, accumulation, *sizes)
+    return exchange_memory(parameters, settings, accumulation, *sizes)
 
 
-def exchange_bytes(
+def exchange_memory(
     parameters: Parameters,
     settings: ExchangeSettings,
     accumulation: int,
     world: int,
     hosts: int | None,
     bucket: int,
-) -> ExchangeBytes:
+) -> ExchangeMemory:
     """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
     holds = settings.holds_back(accumulation)
     feedback = settings.residuals(0, holds=holds)
@@ -265,7 +265,7 @@ def exchange_bytes(
         *(bucket, world // local, local),
         in_place=feedback is not None and feedback.adds_in_place,
     )
-    sent = ExchangeBytes(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
+    sent = ExchangeMemory(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
     if feedback is None:
         return sent
     kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]

@@ -21,7 +21,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.rules import ExchangeSettings
-from ds_ckpt.lab.estimate.memory import ExchangeBytes, exchange_bytes
+from ds_ckpt.lab.estimate.memory import ExchangeMemory, exchange_memory
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
@@ -63,15 +63,15 @@ class Method:
         """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
-    def held(
+    def exchange_memory(
         self, model: Model, machine: Machine, accumulation: int, bucket: int = 0
-    ) -> ExchangeBytes:
+    ) -> ExchangeMemory:
         """Return what a rank takes to exchange buckets of so many entries."""
         if self.settings is None:
-            return ExchangeBytes()
+            return ExchangeMemory()
         world, hosts = machine.ranks, machine.hosts
         given = model.parameters, self.settings, accumulation, world, hosts, bucket
-        found = exchange_bytes(*given)
+        found = exchange_memory(*given)
         return found if machine.streams else found._replace(nccl=0)
 
 
@@ -129,7 +129,7 @@ def gradients(
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided / bytes_per_s
     moved = (4.0, 4.0) if settings.lossless else _moved(settings.default.compressor())
-    held = method.held(model, machine, accumulation)
+    held = method.exchange_memory(model, machine, accumulation)
     residual = held.residuals / max(model.trained, 1)
     accumulate_s = share * _ACCUMULATE_BYTES if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if held.on_host else 0.0

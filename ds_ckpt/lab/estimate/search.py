@@ -296,7 +296,7 @@ class Search:
             gathers_changed=is_zero1,
             update_s=UPDATE_BYTES * model.trained / machine.ranks / bytes_per_s,
         )
-        held = of.method.held(model, machine, of.micro_steps)
+        held = of.method.exchange_memory(model, machine, of.micro_steps)
         memory = {**memory, "activations": plan.needed_bytes}
         in_update = self._states[of.weights].step_bytes + memory["residuals"] + held.nccl
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
@@ -328,7 +328,7 @@ class Search:
     def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
         """Bytes beside activations."""
         model, machine, states = self.question.model, self.machine, self._states[kind]
-        held = method.held(model, machine, self.each // sequences, bucket_of(model))
+        held = method.exchange_memory(model, machine, self.each // sequences, bucket_of(model))
         kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
             "weights, gradients, optimizer": kept,
