@@ -256,7 +256,7 @@ def gradients_way() -> Boxes:
     """From the hook to the owner's shard; each box names the file that does it."""
     boxes = {
         "autograd": (2.2, 0.6, "autograd fills DeepSpeed's bucket"),
-        "*hook": (2.2, 1.8, "gradient hook\nzero3/gradient.py"),
+        "*hook": (2.2, 1.8, "gradient hook\nzero3/gradient_hook.py"),
         "add": (2.2, 3.0, "add the residual\nexchange/exchange.py"),
         "code": (2.2, 4.2, "select or round, pack\ncompression/"),
         "send": (2.2, 5.4, "all-to-all\nexchange/transport.py"),

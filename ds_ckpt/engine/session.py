@@ -38,7 +38,7 @@ from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3 import collectives, compatibility
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient import GradientHook, stop_reducing
+from ds_ckpt.zero3.gradient_hook import GradientHook, stop_reducing
 
 log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"

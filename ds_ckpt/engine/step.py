@@ -35,7 +35,7 @@ def _uncompressed(name: str, shape: torch.Size) -> None:
 
 
 class StepState:
-    """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient.BucketExchange`.
+    """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient_hook.BucketExchange`.
 
     Without `warm_up` (compressors) DeepSpeed reduces in the warm-up, without `at_boundary` every
     micro-step is exchanged, and without `tuner` gradients are always compressed.
@@ -118,7 +118,7 @@ class StepState:
         loss_scale: float,
         deepspeed_reduce: Reduce,
     ) -> list[Tensor]:
-        """Reduce one bucket; see `ds_ckpt.zero3.gradient.BucketExchange`."""
+        """Reduce one bucket; see `ds_ckpt.zero3.gradient_hook.BucketExchange`."""
         self._expects_more = self._at_boundary is not None and not self._at_boundary()
         mode, is_warming_up = self.mode(names), self._is_warming_up
         if is_warming_up and mode == "deepspeed":

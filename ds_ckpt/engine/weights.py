@@ -22,7 +22,7 @@ from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.compatibility import same_ranks, shard_group
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient import GradientHook
+from ds_ckpt.zero3.gradient_hook import GradientHook
 from ds_ckpt.zero3.resident import host_copy_bytes
 from ds_ckpt.zero3.weights import WeightsHook
 

@@ -31,7 +31,7 @@ from ds_ckpt.weights.changes import ChangeCodec, NodeLayout
 from ds_ckpt.weights.transfer import ReplicaTransfer
 from ds_ckpt.zero3.compatibility import require_resident_weights
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient import GradientHook
+from ds_ckpt.zero3.gradient_hook import GradientHook
 
 log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
