@@ -24,7 +24,7 @@ from torch import Tensor
 import ds_ckpt
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import sent_bytes as sent_by
-from ds_ckpt.zero3.weights import forget_hpz
+from ds_ckpt.zero3.weights_hook import forget_hpz
 
 if TYPE_CHECKING:
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts

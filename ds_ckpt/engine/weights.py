@@ -24,7 +24,7 @@ from ds_ckpt.zero3.compatibility import same_ranks, shard_group
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook
 from ds_ckpt.zero3.resident import host_copy_bytes
-from ds_ckpt.zero3.weights import WeightsHook
+from ds_ckpt.zero3.weights_hook import WeightsHook
 
 log = logging.getLogger("ds_ckpt")
 GATHERED = "deepspeed"

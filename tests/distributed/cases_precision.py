@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_ckpt.engine import gradients, weights
 from ds_ckpt.engine.step import StepState
-from ds_ckpt.zero3.weights import WeightsHook
+from ds_ckpt.zero3.weights_hook import WeightsHook
 from tests.distributed.cases_levels import hosts
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ import ds_ckpt
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.weights import changes
-from ds_ckpt.zero3.weights import WeightsHook
+from ds_ckpt.zero3.weights_hook import WeightsHook
 from tests.distributed import models
 from tests.distributed.cases_levels import hosts
 from tests.distributed.cases_precision import fp16_on_cpu

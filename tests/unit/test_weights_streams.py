@@ -21,7 +21,7 @@ from ds_ckpt.telemetry import Counters
 from ds_ckpt.weights import changes, transfer
 from ds_ckpt.weights.changes import Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.weights import WeightsHook, _checksum
+from ds_ckpt.zero3.weights_hook import WeightsHook, _checksum
 from tests.pretended_gpu import Gpu, in_threads
 
 WORLD = 2

@@ -31,7 +31,7 @@ from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
 from ds_ckpt.telemetry.timings import Spans
-from ds_ckpt.zero3.weights import forget_hpz
+from ds_ckpt.zero3.weights_hook import forget_hpz
 
 SETTLE_S = 0.15
 """Pause without traffic before the interfaces' counters are read."""
