@@ -24,9 +24,9 @@ from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
+from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
-from ds_ckpt.engine.weights import ResidentWeights, make_resident
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches

@@ -1,7 +1,7 @@
 """Encodings of one step's change of a weight shard, and the layout of replicas over nodes.
 
-No DeepSpeed here: `ds_ckpt.zero3.weights_hook` reads and writes its shards. A codec updates the owner's
-shard in place and returns bytes; every replica decodes them into the same bits (law 2).
+No DeepSpeed here: `ds_ckpt.zero3.weights_hook` reads and writes its shards. A codec updates the
+owner's shard in place and returns bytes; every replica decodes them into the same bits (law 2).
 """
 
 from __future__ import annotations

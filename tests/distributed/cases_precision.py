@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_ckpt.engine import gradients, weights
+from ds_ckpt.engine import gradients, resident_weights
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.zero3.weights_hook import WeightsHook
 from tests.distributed.cases_levels import hosts
@@ -38,7 +38,7 @@ def preallocated(slots: list[int], case: Callable[..., T], *arguments: Any, **op
     """Another case, whose exchanges are preallocated at attach as on an accelerator."""
     with (
         patch.object(gradients, "on_host", lambda device: False),
-        patch.object(weights, "on_host", lambda device: False),
+        patch.object(resident_weights, "on_host", lambda device: False),
         patch.object(
             WeightsHook, "preallocate", autospec=True, side_effect=WeightsHook.preallocate
         ) as w,

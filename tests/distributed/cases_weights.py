@@ -187,18 +187,18 @@ def budgeted(slots: list[int], kind: str, section: dict[str, Any], gib: float, *
 def without_room(slots: list[int], section: dict[str, Any]) -> str:
     """Return each rank's message if the last rank has no memory for a copy."""
     fresh()
-    from ds_ckpt.engine import weights
+    from ds_ckpt.engine import resident_weights
 
-    free_on = weights.free_on
+    free_on = resident_weights.free_on
     if dist.get_rank() == sum(slots) - 1:
-        weights.free_on = lambda device: 1
+        resident_weights.free_on = lambda device: 1
     try:
         with hosts(slots):
             models.start("llama", config_of(section))
     except ds_ckpt.DsCkptError as error:
         return str(error)
     finally:
-        weights.free_on = free_on
+        resident_weights.free_on = free_on
     return ""
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_ckpt.engine import weights
+from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.units import size
@@ -49,11 +49,11 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
     )
     needed, layout = 16 * 125_001, NodeLayout(4, 2, 0, None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(weights, "free_on", lambda device: needed)
-    weights.refuse_too_large(engine, layout, '"auto"')
-    monkeypatch.setattr(weights, "free_on", lambda device: needed - 300 * 1024)
+    monkeypatch.setattr(resident_weights, "free_on", lambda device: needed)
+    resident_weights.refuse_too_large(engine, layout, '"auto"')
+    monkeypatch.setattr(resident_weights, "free_on", lambda device: needed - 300 * 1024)
     with pytest.raises(UnsupportedError, match=f"takes {size(needed)}.*300 KiB more") as caught:
-        weights.refuse_too_large(engine, layout, '"auto"')
+        resident_weights.refuse_too_large(engine, layout, '"auto"')
     assert caught.value.problems[0].where == "$.ds_ckpt.weights.resident"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ckpt.engine import weights
+from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.tuner import COUNTED_STEPS, RECHECK_STEPS
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.weights.changes import Lossless
@@ -41,7 +41,7 @@ class Run:
         self.resident_s = resident_s
         self.engine = SimpleNamespace(skipped_steps=0)
         hook: Any = self.hook
-        self.resident = weights.ResidentWeights(
+        self.resident = resident_weights.ResidentWeights(
             self.engine, hook, {"lossless": Lossless()}, (), may_detach=True
         )
         assert self.resident.tuner is not None
@@ -63,7 +63,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda times: None)
-    monkeypatch.setattr(weights, "refuse_too_large", lambda *_: None)
+    monkeypatch.setattr(resident_weights, "refuse_too_large", lambda *_: None)
 
 
 @pytest.mark.parametrize("resident_s", [0.5, 2.0])
@@ -109,7 +109,7 @@ def test_a_copy_without_room_is_not_made_again(
 
     run = Run(0.5)
     run.steps(BLOCK + 1)
-    monkeypatch.setattr(weights, "refuse_too_large", refuse)
+    monkeypatch.setattr(resident_weights, "refuse_too_large", refuse)
     assert run.steps(RECHECK_STEPS)[-1] is False
     assert run.hook.made == 0
     assert [m for m in caplog.messages if "the copy does not fit" in m]
