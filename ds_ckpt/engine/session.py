@@ -21,8 +21,8 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
+from ds_ckpt.engine.first_batch import FirstBatchPlanning
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
-from ds_ckpt.engine.planning import Planning
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
@@ -65,7 +65,7 @@ class Session:
         self._gradient: GradientHook | None = None
         self._resident: ResidentWeights | None = None
         self._group: TensorParallelGroup | None = None
-        self._planning: Planning | None = None
+        self._planning: FirstBatchPlanning | None = None
         self._is_offload_checked = False
         self._steps: StepLog | None = None
         self._patches = Patches()
@@ -101,7 +101,7 @@ class Session:
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
             held = self._exchange_memory
-            self._planning = Planning(engine, config.activation, self._install_plan, held)
+            self._planning = FirstBatchPlanning(engine, config.activation, self._install_plan, held)
             self._detach.callback(self._planning.stop)
         elif config.activation.active:
             self._install_units(make_plan(engine.module, activation_policy(config.activation)))

@@ -31,7 +31,7 @@ from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 log = logging.getLogger("ds_ckpt")
 
 
-class Planning:
+class FirstBatchPlanning:
     """Plans for one engine at its first training batch; until then `plan` is None.
 
     `install` installs a plan on the model. `exchange_memory` returns what the exchange of
