@@ -43,7 +43,7 @@ from _frontier_table import table
 from _own_share import OwnShareToo
 
 from ds_ckpt.engine import step as engine_step
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, WarmupBits
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, WarmupBits
 from ds_ckpt.lab.validate import data as validate_data
 from ds_ckpt.lab.validate.data import Inputs, Text
 from ds_ckpt.lab.validate.runs import Outcome, train

@@ -43,7 +43,7 @@ from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
 from ds_ckpt.compression.wire import aligned
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rules
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, Rules
 from ds_ckpt.lab.validate.task import make_spec, open_task
 from ds_ckpt.lab.validate.world import InProcessWorld
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
 from ds_ckpt.fields import (
     WHOLE_NUMBER,
     Expects,

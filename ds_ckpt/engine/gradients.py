@@ -19,7 +19,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.exchange import Bucket
 from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import TorchTransport, gather_objects
 from ds_ckpt.patch import Patches

@@ -21,7 +21,7 @@ from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.exchange import AllToAllExchange, Bucket
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.rules import Choose, ExchangeSettings
+from ds_ckpt.exchange.method_rules import Choose, ExchangeSettings
 from ds_ckpt.exchange.transport import Transport
 
 log = logging.getLogger("ds_ckpt")

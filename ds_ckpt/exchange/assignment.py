@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.compression.base import Compressor
-from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.method_rules import Choose
 
 UNCOMPRESSED = "uncompressed"
 BY_DEEPSPEED = "left to DeepSpeed, as another process group shards them,"

@@ -39,8 +39,8 @@ from ds_ckpt.exchange.assignment import describe
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
+from ds_ckpt.exchange.method_rules import Choose
 from ds_ckpt.exchange.metric import PreconditionerEstimate
-from ds_ckpt.exchange.rules import Choose
 from ds_ckpt.exchange.transport import NullTransport, Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Timings
 

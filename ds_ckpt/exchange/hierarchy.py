@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
-from ds_ckpt.exchange.rules import Levels
+from ds_ckpt.exchange.method_rules import Levels
 from ds_ckpt.exchange.transport import Packets, Transport, gather_objects
 
 ONE_NODE = "all ranks share one node"

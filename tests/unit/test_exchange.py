@@ -22,7 +22,7 @@ from ds_ckpt.compression.topk import VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.exchange.exchange import _energy
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.method_rules import Choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = torch.finfo(torch.float32).eps

@@ -15,7 +15,7 @@ from ds_ckpt.compression import Compressor, LowRank, TopK
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import RowBlocks
-from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.method_rules import Choose
 
 
 def matrices(compressor: Compressor | None) -> Choose:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks._own_share import OwnShareToo
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.exchange.metric import EVERY, PreconditionerEstimate
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate import world as validation_world
 from ds_ckpt.lab.validate.world import VirtualWorkers
 

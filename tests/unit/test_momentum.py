@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.zero3.momentum import corrected, why_not_corrected
 
 

@@ -8,7 +8,7 @@ import torch
 from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.rules import MethodSettings, Rule, Rules
+from ds_ckpt.exchange.method_rules import MethodSettings, Rule, Rules
 
 SHAPES = [
     ("embed.weight", torch.Size([32000, 64]), 2),

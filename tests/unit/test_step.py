@@ -14,7 +14,7 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.engine.tuner import COUNTED_STEPS, RECHECK_STEPS, Tuner
-from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.method_rules import Choose
 
 COMPUTE_S = 0.5
 BUCKETS = ("front", "back")

@@ -13,8 +13,8 @@ import torch
 from ds_ckpt.compression import EntropyCoded, LowRank, Quantize
 from ds_ckpt.compression.topk import TopK
 from ds_ckpt.exchange import exchange
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.exchange.metric import EVERY
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate.runs import train
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
 from ds_ckpt.lab.validate.world import (

@@ -15,7 +15,7 @@ from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
-from ds_ckpt.exchange.rules import Choose
+from ds_ckpt.exchange.method_rules import Choose
 from ds_ckpt.lab.validate.virtual import VirtualTransport, VirtualWorld
 
 

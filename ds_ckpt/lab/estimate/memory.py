@@ -24,7 +24,7 @@ from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
+from ds_ckpt.exchange.method_rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
 _STATE_BYTES = {**dict.fromkeys(("adam", "adamw", "fusedadam", "lamb"), 8), "sgd": 0}

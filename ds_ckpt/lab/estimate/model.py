@@ -21,7 +21,7 @@ from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.rules import Choose, embeddings_of
+from ds_ckpt.exchange.method_rules import Choose, embeddings_of
 from ds_ckpt.lab.estimate.memory import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import Block

@@ -23,7 +23,7 @@ from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import lookup
 from ds_ckpt.config.verdicts import decisive
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.rules import ExchangeSettings, embeddings_of
+from ds_ckpt.exchange.method_rules import ExchangeSettings, embeddings_of
 from ds_ckpt.lab.validate.runs import Outcome, Progress, Result, train
 from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS, InProcessWorld, sixteen_bit_step_bytes

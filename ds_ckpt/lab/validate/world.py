@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ds_ckpt.engine.step import make_step_state
 from ds_ckpt.exchange.exchange import AllToAllExchange
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.metric import EVERY
-from ds_ckpt.exchange.rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3.momentum import corrected
