@@ -107,7 +107,7 @@ class Case:
         """Measure steps by policy, and what a rank keeps by world size."""
         import torch
 
-        from ds_ckpt.lab.estimate.memory import Parameters, estimate
+        from ds_ckpt.lab.estimate.memory_model import Parameters, estimate
         from ds_ckpt.lab.estimate.profile import (
             NONE,
             blocks_of,
@@ -215,8 +215,8 @@ class Measured:
         return Step(**self.record["steps"][policy])
 
     def states(self, world: int) -> Any:
-        """Return the states of one of `world` ranks (`ds_ckpt.lab.estimate.memory.States`)."""
-        from ds_ckpt.lab.estimate.memory import States
+        """Return the states of one of `world` ranks (`ds_ckpt.lab.estimate.memory_model.States`)."""
+        from ds_ckpt.lab.estimate.memory_model import States
 
         return States(**self.record["states"][str(world)])
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ckpt.errors import ConfigError
 from ds_ckpt.exchange.assignment import AssignedTensor, Assignment
-from ds_ckpt.lab.estimate.memory import Parameters, estimate
+from ds_ckpt.lab.estimate.memory_model import Parameters, estimate
 from ds_ckpt.lab.estimate.profile import blocks_of
 from tests.unit.estimate_models import Mixer, Stack
 

@@ -17,7 +17,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate import model as costs
-from ds_ckpt.lab.estimate.memory import estimate
+from ds_ckpt.lab.estimate.memory_model import estimate
 from ds_ckpt.lab.estimate.methods import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
 from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file

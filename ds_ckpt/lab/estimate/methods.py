@@ -21,7 +21,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.method_rules import ExchangeSettings
-from ds_ckpt.lab.estimate.memory import ExchangeMemory, exchange_memory
+from ds_ckpt.lab.estimate.memory_model import ExchangeMemory, exchange_memory
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes

@@ -22,7 +22,7 @@ from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import Choose, embeddings_of
-from ds_ckpt.lab.estimate.memory import DEFAULTS, Parameters
+from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import Block
 from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, tokens_of

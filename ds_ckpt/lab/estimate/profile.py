@@ -26,7 +26,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory import Parameters, States, estimate
+from ds_ckpt.lab.estimate.memory_model import Parameters, States, estimate
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
 from ds_ckpt.telemetry.memory import OUTSIDE, Phase, free_on, tensors_in
 from ds_ckpt.telemetry.timings import profiler_range

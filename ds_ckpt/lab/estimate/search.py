@@ -19,7 +19,7 @@ from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Plann
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory import DEFAULTS, States, estimate
+from ds_ckpt.lab.estimate.memory_model import DEFAULTS, States, estimate
 from ds_ckpt.lab.estimate.methods import (
     LOSSLESS_BITS,
     LOSSLESS_S,
