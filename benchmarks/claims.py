@@ -215,7 +215,7 @@ class Measured:
         return Step(**self.record["steps"][policy])
 
     def states(self, world: int) -> Any:
-        """Return the states of one of `world` ranks (`ds_ckpt.lab.estimate.memory_model.States`)."""
+        """Return `ds_ckpt.lab.estimate.memory_model.States` of one of `world` ranks."""
         from ds_ckpt.lab.estimate.memory_model import States
 
         return States(**self.record["states"][str(world)])

@@ -96,8 +96,8 @@ def measure(
     from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts, missing
     from ds_ckpt.lab.hosts.launcher import signals_as_exit
-    from ds_ckpt.lab.measure.run import measure as run
     from ds_ckpt.lab.measure.spec import Spec, Where, check
+    from ds_ckpt.lab.measure.trials import measure as run
 
     console = Console()
     given = given_options(context)

@@ -19,9 +19,9 @@ from rich.console import Console
 from ds_ckpt.lab.hosts.backends import INTERFACE, SSH_S
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
 from ds_ckpt.lab.hosts.launcher import HostError, check_hosts
-from ds_ckpt.lab.measure.run import measure
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
+from ds_ckpt.lab.measure.trials import measure
 from tests.hosts.conftest import processes
 
 STALL_S = 60.0

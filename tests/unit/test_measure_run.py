@@ -16,7 +16,7 @@ from ds_ckpt.cli import app
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
-from ds_ckpt.lab.measure import run
+from ds_ckpt.lab.measure import trials
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from tests.unit import measure_samples as known
@@ -37,11 +37,11 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
         Store(folder).append(known.trial(spec, name, 200.0, repetition, 0.0))
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
-    monkeypatch.setattr(run, "check_hosts", lambda backend: None)
-    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(trials, "check_hosts", lambda backend: None)
+    monkeypatch.setattr(trials, "launch", launch)
 
     def begin(**changes: Any) -> None:
-        run.measure(
+        trials.measure(
             Spec(**{"methods": ("4bit",), "repetitions": 1, **changes}),
             folder,
             backend=backend,
@@ -65,12 +65,12 @@ def test_a_run_continues_only_with_its_settings_versions_and_machines(
     backend.describe.return_value = "other hosts"
     with pytest.raises(ConfigError, match="other hosts"):
         begin(repetitions=2)
-    assert len(run.read_runs(folder)) == 3
+    assert len(trials.read_runs(folder)) == 3
 
 
 def test_a_complete_run_needs_no_launch() -> None:
     spec = replace(known.SPEC, rates=(100.0, 50.0), repetitions=2)
-    jobs = run.jobs(spec, set())
+    jobs = trials.jobs(spec, set())
     assert [job["rate"] for job in jobs] == [100.0, 50.0]
     assert [job["memory"] for job in jobs] == [["none", "block"], []]
     first, second = jobs[0]["trials"][:8], jobs[0]["trials"][8:]
@@ -78,14 +78,14 @@ def test_a_complete_run_needs_no_launch() -> None:
     assert beside[2:6] == ["none/dense", "block/dense", "none/4bit", "block/4bit"]
     assert [name for name, _ in second] == [name for name, _ in [*first[1:], first[0]]]
     done = {sample.key for sample in known.samples(spec)}
-    assert run.jobs(spec, done) == []
+    assert trials.jobs(spec, done) == []
     done.remove(("trial", "block/4bit", 50.0, 1))
-    (job,) = run.jobs(spec, done)
+    (job,) = trials.jobs(spec, done)
     assert (job["rate"], job["trials"]) == (50.0, [("block/4bit", 1)])
 
 
 def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    show = run._printer(Console(width=100))
+    show = trials._printer(Console(width=100))
     for done in range(1, 41):
         show({"words": f"{done} of 40 trials", "done": done, "total": 40})
         show({})
@@ -140,7 +140,7 @@ def test_the_demo_is_a_preset(
         specs.append(spec)
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
-    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(trials, "measure", measured)
     monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no root"])
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)

@@ -14,9 +14,9 @@ from rich.console import Console
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Figure, Row
 from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, byte_notes, find, headline
-from ds_ckpt.lab.measure.run import read_runs
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, link, title
+from ds_ckpt.lab.measure.trials import read_runs
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
 from ds_ckpt.lab.report.document import Block, Document, Heading, Paragraph, Plot, Section, Table
 from ds_ckpt.telemetry.units import MB, number
