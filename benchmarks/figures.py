@@ -20,7 +20,7 @@ import tomllib
 
 from ds_ckpt.lab.measure.figures import Estimate
 from ds_ckpt.lab.measure.findings import ComparisonRow
-from ds_ckpt.lab.measure.report import share_chart
+from ds_ckpt.lab.measure.measure_report import share_chart
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Panel, Rows, save
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -163,7 +163,7 @@ def report(folder: Annotated[Path, Argument(help="Folder of a measured run.")]) 
 
 
 def _write_report(output: Path, console: Console) -> None:
-    from ds_ckpt.lab.measure.report import Report
+    from ds_ckpt.lab.measure.measure_report import Report
 
     made = Report.of(output)
     made.print(console)

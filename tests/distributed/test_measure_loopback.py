@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.lab.measure.report import Report
+from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 
 METHODS = ("stock", "dense", "topk")

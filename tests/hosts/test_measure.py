@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt.lab.measure.findings import byte_notes
+from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.report import Report
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.worker import build_model

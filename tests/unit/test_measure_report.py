@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
-from ds_ckpt.lab.measure.report import Report
+from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.trials import RUNS

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from ds_ckpt.config.verdicts import FILE_NAME, read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.lab.validate.accuracy_report import document
 from ds_ckpt.lab.validate.compare import MARGINS, compare, exit_code, grid_step
 from ds_ckpt.lab.validate.data import has_labels
 from ds_ckpt.lab.validate.experiment import (
@@ -22,7 +23,6 @@ from ds_ckpt.lab.validate.experiment import (
     train_missing,
     train_virtual,
 )
-from ds_ckpt.lab.validate.report import document
 from ds_ckpt.lab.validate.runs import add_result, read_results
 from ds_ckpt.lab.validate.task import Kind, Task, make_spec, open_task
 
