@@ -218,7 +218,7 @@ class Predictor:
 
     def step(self, row: dict[str, Any], rates: dict[str, float]) -> Any:
         from ds_ckpt.activation.planning.costs import Rates
-        from ds_ckpt.lab.estimate.methods import Method, gradients
+        from ds_ckpt.lab.estimate.methods import PlanMethod, gradients
         from ds_ckpt.lab.estimate.model import ACTIVATIONS
         from ds_ckpt.lab.estimate.simulate import Link, Machine, Strategy, Weights, in_a_row
 
@@ -250,7 +250,7 @@ class Predictor:
         _, sections = _cells.WEIGHTS.get(method, ({}, {"compression": _cells.METHODS.get(method)}))
         section = sections.get("compression") or {}
         how = gradients(
-            Method(method, section),
+            PlanMethod(method, section),
             model,
             machine,
             itemsize=2,

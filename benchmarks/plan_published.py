@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from plan_tables import zeropp
 
-from ds_ckpt.lab.estimate.methods import STOCK, Method
+from ds_ckpt.lab.estimate.methods import STOCK, PlanMethod
 from ds_ckpt.lab.estimate.model import Model
-from ds_ckpt.lab.estimate.search import NEEDED, ZERO3, Candidate, Question, Search, Setting
+from ds_ckpt.lab.estimate.search import NEEDED, ZERO3, PlanOption, Question, Search, Setting
 from ds_ckpt.lab.estimate.simulate import Weights
 from ds_ckpt.lab.hosts.hardware import Hardware
 from ds_ckpt.lab.subject import Sizes
@@ -56,7 +56,7 @@ CODE_LLAMA_34B = {
 }
 
 
-def hybrid(one: Candidate) -> Candidate:
+def hybrid(one: PlanOption) -> PlanOption:
     """PyTorch's HYBRID_SHARD."""
     machine, strategy = one.machine, one.strategy
     hosts, local, size = machine.hosts, machine.local, strategy.itemsize
@@ -71,7 +71,7 @@ def hybrid(one: Candidate) -> Candidate:
     return replace(one, strategy=changed)
 
 
-def zero3(one: Candidate) -> Candidate:
+def zero3(one: PlanOption) -> PlanOption:
     return one
 
 
@@ -91,7 +91,7 @@ class Point:
     tokens: int
     batch: int
     policy: str
-    way: Callable[[Candidate], Candidate]
+    way: Callable[[PlanOption], PlanOption]
     published: tuple[float, float]
     dtype: str = "bf16"
 
@@ -144,7 +144,7 @@ def simulated(point: Point, model: Model, share: float | None = None) -> float:
         cluster = replace(cluster, device=own)
     batch = point.batch * cluster.devices
     search = Search(Question(model, cluster, inside["latency_s"], batch, "any", point.dtype))
-    setting = Setting(point.batch, 1, point.policy, False, ZERO3, Method(STOCK))
+    setting = Setting(point.batch, 1, point.policy, False, ZERO3, PlanMethod(STOCK))
     plain = search.uniform(setting, point.policy)
     found = point.way(plain)
     if point.way is zeropp:

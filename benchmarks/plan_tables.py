@@ -26,7 +26,7 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.lab.estimate.methods import RESIDENT
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.plan_report import figures
-from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Candidate, Question, Search, best_of
+from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, PlanOption, Question, Search, best_of
 from ds_ckpt.lab.estimate.simulate import Link
 from ds_ckpt.lab.hosts.hardware import Hardware
 from ds_ckpt.lab.subject import Sizes
@@ -51,13 +51,13 @@ PAYS = 1.01
 """Speed relative to the fastest baseline below which the plan does not pay."""
 
 
-def of(search: Search, *weights: str, stock: bool = True) -> list[Candidate]:
+def of(search: Search, *weights: str, stock: bool = True) -> list[PlanOption]:
     """Return candidates with these weights; `stock`: with DeepSpeed's own gradients, too."""
     alike = [one for one in search.all if one.setting.weights in weights]
     return [one for one in alike if one.setting.method.settings is None or not stock]
 
 
-def zeropp(one: Candidate) -> Candidate:
+def zeropp(one: PlanOption) -> PlanOption:
     """With weights in 8 bits, gathered as hpZ does, and gradients in 4."""
     machine, few = one.machine, one.strategy.itemsize / 4
     gradients = replace(
@@ -71,10 +71,10 @@ def zeropp(one: Candidate) -> Candidate:
 
 
 def fastest(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PlanOption],
     network: Link,
-    change: Callable[[Candidate], Candidate] = lambda one: one,
-) -> Candidate | None:
+    change: Callable[[PlanOption], PlanOption] = lambda one: one,
+) -> PlanOption | None:
     if not candidates:
         return None
     machine = replace(candidates[0].machine, network=network)

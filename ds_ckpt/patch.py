@@ -13,7 +13,7 @@ from typing import Any
 _ABSENT = object()
 
 
-class Method:
+class PatchedMethod:
     """Function in place of an object's method; copies and pickles of it get the original.
 
     `owner` is the object that has set it. Wrappers of `functools` copy it.
@@ -60,7 +60,7 @@ class Patches:
         owner: object = None,
     ) -> None:
         """Set a method. Copies of the object get `original`, by default its own method."""
-        self.set(target, name, Method(function, original or getattr(target, name), owner))
+        self.set(target, name, PatchedMethod(function, original or getattr(target, name), owner))
 
     @property
     def active(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, Rule, WarmupBits
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodRule, MethodSettings, WarmupBits
 from ds_ckpt.fields import (
     WHOLE_NUMBER,
     Expects,
@@ -203,7 +203,7 @@ def exchange_settings(config: CompressionConfig) -> ExchangeSettings:
     return ExchangeSettings(
         default=MethodSettings(config.method, own),
         rules=tuple(
-            Rule(
+            MethodRule(
                 where=f"$.ds_ckpt.compression.rules[{i}]",
                 match=rule.match,
                 settings=MethodSettings(rule.method, own | rule.sections()),

@@ -67,7 +67,7 @@ class MethodSettings:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MethodRule:
     """Tensors that match are compressed with `settings`.
 
     Attributes:
@@ -109,7 +109,7 @@ class Rules:
 
     default: MethodSettings
     min_numel: int = 4096
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[MethodRule, ...] = ()
     embeddings: frozenset[str] = frozenset()
     local: int = 1
 
@@ -166,7 +166,7 @@ class ExchangeSettings:
     """
 
     default: MethodSettings
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[MethodRule, ...] = ()
     error_feedback: bool = True
     residual_dtype: ResidualDtype = "fp32"
     residual_device: ResidualDevice = "accelerator"

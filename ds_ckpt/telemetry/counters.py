@@ -38,19 +38,19 @@ def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CounterValues:
     """The counters at one moment; the difference of two is what happened between them."""
 
     bytes_sent: Mapping[Purpose, int]
     gathers: Mapping[int, int]
     far_bytes: Mapping[Purpose, int]
 
-    def __sub__(self, earlier: Snapshot) -> Snapshot:
+    def __sub__(self, earlier: CounterValues) -> CounterValues:
         def since(name: str) -> dict[Any, int]:
             before = getattr(earlier, name)
             return {key: n - before.get(key, 0) for key, n in getattr(self, name).items()}
 
-        return Snapshot(*map(since, ("bytes_sent", "gathers", "far_bytes")))
+        return CounterValues(*map(since, ("bytes_sent", "gathers", "far_bytes")))
 
 
 @dataclass
@@ -103,10 +103,10 @@ class Counters:
             self.far_bytes[purpose] += far_bytes
             self.collectives[purpose] += 1
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CounterValues:
         """Return a copy of the counters."""
         with self._lock:
-            return Snapshot(
+            return CounterValues(
                 {p: self.bytes_sent[p] for p in Purpose},
                 dict(self.gathers),
                 {p: self.far_bytes[p] for p in Purpose},

@@ -278,7 +278,7 @@ def activations_tracker(model: nn.Module, spans: Spans) -> MemoryTracker:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Position in a step."""
 
     phase: Phase
@@ -309,7 +309,7 @@ class ModuleTracker(module_tracker.ModuleTracker):
         """Blocks of the checkpointed calls that are open, outermost first."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Position:
         """The current position."""
         phase: Phase = "backward" if self.is_bw else "forward"
         if self._is_recomputing:
@@ -317,13 +317,13 @@ class ModuleTracker(module_tracker.ModuleTracker):
         for running, (block, parts) in self._blocks.items():
             if running in self.parents:
                 part = next((part for part, name in parts if name in self.parents), "other")
-                return Place(phase, block, part)
-        return Place(phase, OUTSIDE)
+                return Position(phase, block, part)
+        return Position(phase, OUTSIDE)
 
     @property
-    def saving_place(self) -> Place:
+    def saving_place(self) -> Position:
         """The place that a tensor saved now belongs to."""
-        return Place("forward", self._calls[-1], "checkpointed") if self._calls else self.place
+        return Position("forward", self._calls[-1], "checkpointed") if self._calls else self.place
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

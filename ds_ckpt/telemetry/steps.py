@@ -21,7 +21,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ds_ckpt.telemetry.counters import Counters, Snapshot
+from ds_ckpt.telemetry.counters import Counters, CounterValues
 from ds_ckpt.telemetry.timings import EXPOSED, Spans, step_parts
 from ds_ckpt.telemetry.units import MB, number
 
@@ -57,7 +57,7 @@ class Interval:
 
     steps: int
     seconds: float
-    counted: Snapshot
+    counted: CounterValues
     parameters: int
     exchange_s: Mapping[str, float]
     exchange: ExchangeSample

@@ -71,7 +71,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SymbolFinding:
     """State of one symbol in the installed DeepSpeed."""
 
     symbol: str
@@ -225,7 +225,7 @@ def _source_digest(function: Any) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
-def _check_one(symbol: Symbol, installed: str) -> Finding:
+def _check_one(symbol: Symbol, installed: str) -> SymbolFinding:
     tested = f"{FIRST} to {LAST}"
     install = f"install a tested version: pip install 'deepspeed>={FIRST},<={LAST}'"
     try:
@@ -233,18 +233,18 @@ def _check_one(symbol: Symbol, installed: str) -> Finding:
         signature, digest = describe(target)
     except (ImportError, AttributeError, OSError, TypeError) as error:
         detail = f"missing in DeepSpeed {installed} ({error}); tested with {tested}"
-        return Finding(symbol.path, "broken", f"{detail}; used to {symbol.why}", install)
+        return SymbolFinding(symbol.path, "broken", f"{detail}; used to {symbol.why}", install)
     if signature != symbol.signature:
         detail = f"takes ({signature}), expected ({symbol.signature}); used to {symbol.why}"
-        return Finding(symbol.path, "broken", detail, install)
+        return SymbolFinding(symbol.path, "broken", detail, install)
     if digest not in (symbol.digests or [""]):
         detail = f"source changed in DeepSpeed {installed} (tested with {tested})"
         remedy = "with a compression method the first bucket is checked both ways; else " + install
-        return Finding(symbol.path, "digest_changed", detail, remedy)
-    return Finding(symbol.path, "ok", symbol.why, "")
+        return SymbolFinding(symbol.path, "digest_changed", detail, remedy)
+    return SymbolFinding(symbol.path, "ok", symbol.why, "")
 
 
-def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
+def check(symbols: Iterable[Symbol] | None = None) -> list[SymbolFinding]:
     """Return one finding per symbol. Does not raise for another DeepSpeed."""
     import deepspeed
 
@@ -253,7 +253,7 @@ def check(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
     return [_check_one(s, installed) for s in asked if s.expected_in(installed)]
 
 
-def require(symbols: Iterable[Symbol] | None = None) -> list[Finding]:
+def require(symbols: Iterable[Symbol] | None = None) -> list[SymbolFinding]:
     """Raise `ContractError` with every broken symbol; return those with another digest."""
     findings = check(symbols)
     broken = [f for f in findings if f.status == "broken"]

@@ -251,7 +251,7 @@ def identity_check(broken: tuple[int, ...]) -> str:
     fresh()
     require, original = compatibility.require, stage3.reduce_scatter_coalesced
     symbol = compatibility.SYMBOLS[0]
-    changed = compatibility.Finding(symbol.path, "digest_changed", "source changed", "")
+    changed = compatibility.SymbolFinding(symbol.path, "digest_changed", "source changed", "")
     compatibility.require = lambda symbols=None: [changed]
     if dist.get_rank() in broken:  # the sum, where the mean was meant
         stage3.reduce_scatter_coalesced = lambda tensors, group=None: [

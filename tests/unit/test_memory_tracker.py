@@ -16,7 +16,7 @@ from ds_ckpt.telemetry.memory import (
     OUTSIDE,
     MemoryTracker,
     ModuleTracker,
-    Place,
+    Position,
     SavedActivations,
     Storages,
 )
@@ -117,7 +117,7 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
     blocks = {f"layers.{i}": model.layers[i] for i in range(2)}
     gelus = {name: [("mlp", block[1])] for name, block in blocks.items()}
     where = ModuleTracker(model, blocks, gelus)
-    seen: list[tuple[str, Place]] = []
+    seen: list[tuple[str, Position]] = []
     tracker = MemoryTracker(
         model, operator=lambda op: seen.append((op.func._schema.name, where.place))
     )
@@ -128,11 +128,11 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
             model.layers[1](x)
     places = {name: [p for n, p in seen if n == f"aten::{name}"] for name in ("gelu", "pow")}
     assert places["gelu"] == [
-        Place("forward", "layers.0", "mlp"),
-        Place("forward", "layers.1", "mlp"),
-        Place("recompute", "layers.1", "mlp"),
+        Position("forward", "layers.0", "mlp"),
+        Position("forward", "layers.1", "mlp"),
+        Position("recompute", "layers.1", "mlp"),
     ]
-    assert places["pow"][0] == Place("forward", OUTSIDE)
+    assert places["pow"][0] == Position("forward", OUTSIDE)
     backward = [p.block for n, p in seen if n == "aten::gelu_backward"]
     assert backward == ["layers.1", "layers.0"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -143,10 +143,10 @@ def test_tensors_of_a_checkpointed_call_belong_to_its_block() -> None:
     blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     where = ModuleTracker(model, blocks, dict.fromkeys(blocks, ()))
 
-    def kept(*_: Any) -> Place:
+    def kept(*_: Any) -> Position:
         return where.saving_place
 
     with where:
         inside = where.around("layers.1.0", lambda f, *args: f(*args), kept, (_input(),), {})
-    assert inside == Place("forward", "layers.1", "checkpointed")
-    assert where.saving_place == Place("forward", OUTSIDE)
+    assert inside == Position("forward", "layers.1", "checkpointed")
+    assert where.saving_place == Position("forward", OUTSIDE)

@@ -18,7 +18,15 @@ from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate import model as costs
 from ds_ckpt.lab.estimate.memory_model import estimate
-from ds_ckpt.lab.estimate.methods import DENSE, RESIDENT, STOCK, Method, gradients, methods, weights
+from ds_ckpt.lab.estimate.methods import (
+    DENSE,
+    RESIDENT,
+    STOCK,
+    PlanMethod,
+    gradients,
+    methods,
+    weights,
+)
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
 from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
 from ds_ckpt.lab.hosts.hardware import HARDWARE, Hardware
@@ -79,7 +87,7 @@ def test_common_models_have_the_parameters_that_are_on_record() -> None:
 def test_gradient_bytes_are_those_of_the_exchange() -> None:
     machine = ask().question.machine
 
-    def sent(method: Method) -> float:
+    def sent(method: PlanMethod) -> float:
         how = gradients(method, demo(), machine, 2, 1, 1e12)
         return how.link_bytes * demo().trained
 

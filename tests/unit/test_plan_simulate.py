@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt.lab.estimate.simulate import (
-    Block,
-    Gradients,
+    GradientTimes,
     Link,
     Machine,
     Strategy,
+    TimedBlock,
     Weights,
     in_a_row,
     simulate,
@@ -35,7 +35,7 @@ machines = st.builds(
     slowest=st.floats(1, 2),
 )
 one_block = st.builds(
-    Block,
+    TimedBlock,
     elements=st.integers(0, 1_000_000),
     trained=st.integers(0, 1_000_000),
     forward_s=seconds,
@@ -51,7 +51,7 @@ strategies = st.builds(
     micro_steps=st.integers(1, 6),
     itemsize=st.sampled_from([2, 4]),
     gradients=st.builds(
-        Gradients,
+        GradientTimes,
         link_bytes=few_bytes,
         inside_bytes=few_bytes,
         encode_s=coding_s,
@@ -132,8 +132,8 @@ def test_left_out_micro_steps_and_steps_in_a_row_cost_the_same(machine, blocks, 
 def test_a_step_of_80_blocks_takes_a_few_milliseconds() -> None:
     """At most 50 ms of this process's own time, whatever else the machine does; it takes 6."""
     machine = Machine(16, 8, Link(12.5e9, 2e-5), Link(3e11, 5e-6), bus_bytes_per_s=3.2e10)
-    block = Block(850_000_000, 850_000_000, 0.02, 0.04, 0.02, calls=9, offloaded_bytes=1 << 24)
-    coded = Gradients(0.4, 1.75, 1e-12, 1e-12)
+    block = TimedBlock(850_000_000, 850_000_000, 0.02, 0.04, 0.02, calls=9, offloaded_bytes=1 << 24)
+    coded = GradientTimes(0.4, 1.75, 1e-12, 1e-12)
     strategy = Strategy(8, 2, coded, weights=Weights(2.0, 1e-12, 1e-12))
     took_s = []
     for _ in range(5):
@@ -148,23 +148,23 @@ PAIR = Machine(2, 1, Link(8.0), Link(1e12), streams=False)
 
 
 def test_gathers_and_reductions_hold_up_a_step_without_streams() -> None:
-    blocks = [Block(2, 2, forward_s=1.0, backward_s=2.0)] * 2
-    strategy = Strategy(1, 4, Gradients(link_bytes=8.0, ring=True), bucket=2, prefetch=0)
+    blocks = [TimedBlock(2, 2, forward_s=1.0, backward_s=2.0)] * 2
+    strategy = Strategy(1, 4, GradientTimes(link_bytes=8.0, ring=True), bucket=2, prefetch=0)
     step = simulate(PAIR, blocks, strategy)
     gather_s = 2 * 4 * (1 / 2) / 8
     assert step.seconds == pytest.approx(2 * 3.0 + 4 * gather_s + 2 * 2 * 8 / 8)
     assert step.waits_s == pytest.approx(step.seconds - 6.0)
     assert step.link_bytes == 4 * 4 + 2 * 16
     # so does the plugin's exchange
-    ours = simulate(PAIR, blocks, replace(strategy, gradients=Gradients(link_bytes=8.0)))
+    ours = simulate(PAIR, blocks, replace(strategy, gradients=GradientTimes(link_bytes=8.0)))
     assert ours.seconds == pytest.approx(step.seconds)
 
 
 def test_local_gathers_cost_no_collective() -> None:
     """Python around a module runs in every pass, a collective's call only between ranks."""
     machine = replace(PAIR, network=Link(1e12), call_s=0.1, module_s=0.01)
-    blocks = [Block(2, 0, forward_s=1.0, backward_s=2.0, calls=3)] * 4
-    strategy = Strategy(2, 2, Gradients(0.0), prefetch=0)
+    blocks = [TimedBlock(2, 0, forward_s=1.0, backward_s=2.0, calls=3)] * 4
+    strategy = Strategy(2, 2, GradientTimes(0.0), prefetch=0)
     passes, few_s = 2 * 2 * 3 * 4, 2 * machine.call_s  # few: the update's two all-reduces
     far = simulate(machine, blocks, strategy).seconds - 2 * 12.0 - few_s
     assert far == pytest.approx(passes * (0.1 + 0.01))
@@ -178,17 +178,17 @@ def test_local_gathers_cost_no_collective() -> None:
 
 def test_every_call_waits_for_a_latency_a_hop() -> None:
     machine = replace(PAIR, hosts=4, network=Link(1e12, latency_s=0.5))
-    strategy = Strategy(1, 2, Gradients(0.0), prefetch=0)
-    step = simulate(machine, [Block(2, 0, forward_s=1.0, backward_s=2.0, calls=3)], strategy)
+    strategy = Strategy(1, 2, GradientTimes(0.0), prefetch=0)
+    step = simulate(machine, [TimedBlock(2, 0, forward_s=1.0, backward_s=2.0, calls=3)], strategy)
     gathers_s, few_s = 2 * 3 * 3 * 0.5, 2 * 2 * 2 * 0.5  # of 3 hops; twice there and back of 4
     assert step.seconds == pytest.approx(3.0 + gathers_s + few_s)
 
 
 @pytest.mark.parametrize("slowest", [1.0, 1.5])
 def test_all_wait_for_a_slow_host(slowest: float) -> None:
-    gradients = Gradients(link_bytes=8.0, encode_s=0.5, decode_s=0.25)
+    gradients = GradientTimes(link_bytes=8.0, encode_s=0.5, decode_s=0.25)
     strategy = Strategy(1, 4, gradients, bucket=4, prefetch=0, update_s=0.1)
-    block = [Block(4, 4, forward_s=1.0, backward_s=2.0, recompute_s=1.0)]
+    block = [TimedBlock(4, 4, forward_s=1.0, backward_s=2.0, recompute_s=1.0)]
     step = simulate(replace(PAIR, slowest=slowest), block, strategy)
     link_s = 2 * 1.0 + 4.0  # backward has the recompute's gather
     assert step.seconds == pytest.approx(slowest * (4.0 + 0.1 + 4 * 0.75) + link_s)
@@ -199,7 +199,10 @@ def test_a_shapers_bucket_passes_what_a_pause_has_earned(
     burst_bytes: float, gather_s: float
 ) -> None:
     """Gathers of 4 bytes at 8 bytes a second, a pause of a second before each but the first."""
-    blocks, strategy = [Block(2, 0, 1.0, 1.0)] * 2, Strategy(1, 4, Gradients(0.0), prefetch=0)
+    blocks, strategy = (
+        [TimedBlock(2, 0, 1.0, 1.0)] * 2,
+        Strategy(1, 4, GradientTimes(0.0), prefetch=0),
+    )
     bucket = replace(PAIR, network=Link(8.0, burst_bytes=burst_bytes))
     assert simulate(bucket, blocks, strategy).seconds == pytest.approx(4 * 1.0 + 4 * gather_s)
 
@@ -211,8 +214,8 @@ def test_a_link_that_queues_carries_all_to_alls_one_way_at_a_time(
     duplex: bool, ring: bool, link_s: float
 ) -> None:
     machine = replace(PAIR, network=Link(8.0, duplex=duplex))
-    strategy = Strategy(1, 4, Gradients(8.0, ring=ring), bucket=2)
-    step = simulate(machine, [Block(0, 2, 1.0, 2.0)], strategy)
+    strategy = Strategy(1, 4, GradientTimes(8.0, ring=ring), bucket=2)
+    step = simulate(machine, [TimedBlock(0, 2, 1.0, 2.0)], strategy)
     assert step.seconds == pytest.approx(3.0 + link_s)
     assert step.link_bytes == 16
 
@@ -220,8 +223,8 @@ def test_a_link_that_queues_carries_all_to_alls_one_way_at_a_time(
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
 def test_hpz_gathers_between_hosts_once_a_step(micro_steps: int) -> None:
     machine = Machine(2, 4, Link(1e6), Link(1e9))
-    blocks = [Block(1000, 0, 1.0, 2.0, recompute_s=1.0)] * 3
-    strategy = Strategy(micro_steps, 2, Gradients(0.0), hpz=True)
+    blocks = [TimedBlock(1000, 0, 1.0, 2.0, recompute_s=1.0)] * 3
+    strategy = Strategy(micro_steps, 2, GradientTimes(0.0), hpz=True)
     once = 2 * 3 * 1000 * 7 / 8
     assert simulate(machine, blocks, strategy).link_bytes == pytest.approx(once)
     baseline = simulate(machine, blocks, replace(strategy, hpz=False)).link_bytes
@@ -230,8 +233,8 @@ def test_hpz_gathers_between_hosts_once_a_step(micro_steps: int) -> None:
 
 def test_with_streams_gathers_hide_behind_computing() -> None:
     machine = replace(PAIR, streams=True)
-    blocks = [Block(2, 0, forward_s=1.0, backward_s=2.0)] * 8
-    strategy = Strategy(1, 4, Gradients(0.0), prefetch=2)
+    blocks = [TimedBlock(2, 0, forward_s=1.0, backward_s=2.0)] * 8
+    strategy = Strategy(1, 4, GradientTimes(0.0), prefetch=2)
     hidden = simulate(machine, blocks, strategy)
     assert hidden.seconds == pytest.approx(8 * 3.0 + 0.5)  # the first has nothing to hide behind
     exposed = simulate(machine, blocks, replace(strategy, prefetch=0))
@@ -241,8 +244,8 @@ def test_with_streams_gathers_hide_behind_computing() -> None:
 def test_resident_weights_are_sent_once_a_step_beside_forward() -> None:
     machine = replace(PAIR, network=Link(1e6))
     size = 1 << 24  # a shard of 2^23 elements: two chunks
-    blocks = [Block(size // 2, 0, forward_s=100.0, backward_s=0.0)] * 2
-    strategy = Strategy(4, 2, Gradients(0.0), prefetch=0, weights=Weights(link_bytes=1.0))
+    blocks = [TimedBlock(size // 2, 0, forward_s=100.0, backward_s=0.0)] * 2
+    strategy = Strategy(4, 2, GradientTimes(0.0), prefetch=0, weights=Weights(link_bytes=1.0))
     step = simulate(machine, blocks, strategy)
     assert step.sent_bytes == {"changed weights": size}
     # the second chunk arrives while the first block runs
@@ -253,8 +256,8 @@ def test_resident_weights_are_sent_once_a_step_beside_forward() -> None:
 
 def test_offloaded_inputs_come_back_one_block_ahead() -> None:
     machine = Machine(1, 1, Link(1.0), Link(1.0), bus_bytes_per_s=1.0)
-    block = Block(0, 0, forward_s=1.0, backward_s=2.0, recompute_s=1.0, offloaded_bytes=1)
-    strategy = Strategy(1, 2, Gradients(0.0))
+    block = TimedBlock(0, 0, forward_s=1.0, backward_s=2.0, recompute_s=1.0, offloaded_bytes=1)
+    strategy = Strategy(1, 2, GradientTimes(0.0))
     blocks = [block] * 3 + [replace(block, offloaded_bytes=0)]  # a plan leaves the last one's
     assert simulate(machine, blocks, strategy).seconds == pytest.approx(16.0)
     step = simulate(replace(machine, bus_bytes_per_s=0.1), blocks, strategy)

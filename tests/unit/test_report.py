@@ -20,7 +20,7 @@ from ds_ckpt.lab.report.document import (
     Items,
     Paragraph,
     Plot,
-    Section,
+    ReportSection,
     Table,
 )
 
@@ -47,7 +47,7 @@ WHOLE = Document(
     "A title <b>",
     ["Opening [bold]words[/bold]."],
     [
-        Section(
+        ReportSection(
             "All kinds",
             [
                 Heading("A heading"),
@@ -64,8 +64,8 @@ WHOLE = Document(
                 Plot("plot", [ROWS, LINES], "A caption."),
             ],
         ),
-        Section("A chart alone", [Plot("alone", [LINES], "Another caption.")]),
-        Section("Empty", []),
+        ReportSection("A chart alone", [Plot("alone", [LINES], "Another caption.")]),
+        ReportSection("Empty", []),
     ],
 )
 
@@ -128,7 +128,7 @@ def test_a_terminal_folds_but_cuts_nothing_and_lets_code_be_copied() -> None:
     cells = [f"{letter * 50}" for letter in "abc"]
     table = Table(["first", "second", "third"], [cells])
     target = io.StringIO()
-    Document("", [], [Section("", [table])]).print(Console(file=target, width=80))
+    Document("", [], [ReportSection("", [table])]).print(Console(file=target, width=80))
     lines = target.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for letter in "abc":

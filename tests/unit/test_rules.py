@@ -8,7 +8,7 @@ import torch
 from ds_ckpt.compression import LowRank, Quantize, TopK
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.method_rules import MethodSettings, Rule, Rules
+from ds_ckpt.exchange.method_rules import MethodRule, MethodSettings, Rules
 
 SHAPES = [
     ("embed.weight", torch.Size([32000, 64]), 2),
@@ -19,7 +19,7 @@ SHAPES = [
 ]
 
 
-def rules(method: str, *given: Rule, **settings: object) -> Rules:
+def rules(method: str, *given: MethodRule, **settings: object) -> Rules:
     default = MethodSettings(method, **settings)  # type: ignore[arg-type]
     return Rules(default, rules=given, embeddings=frozenset({"embed.weight"}))
 
@@ -37,7 +37,7 @@ def test_a_rank_as_large_as_the_matrix_leaves_it_uncompressed() -> None:
 
 
 def test_of_nothing_nothing_is_compressed() -> None:
-    rule = Rule("$", "w", MethodSettings("topk"))
+    rule = MethodRule("$", "w", MethodSettings("topk"))
     for choose in (rules("powersgd", rule), Rules(MethodSettings("entropy_coded"), min_numel=0)):
         assert choose("w", torch.Size([5, 0])) is None
         assert choose("w", torch.Size([0])) is None
@@ -46,9 +46,9 @@ def test_of_nothing_nothing_is_compressed() -> None:
 def test_the_first_rule_that_fits_decides() -> None:
     choose = rules(
         "quantize",
-        Rule("r0", "*.q.*", MethodSettings("powersgd", rank=2), dims=2),
-        Rule("r1", "layers.*", MethodSettings("topk", density=0.1), min_numel=64),
-        Rule("r2", "*", MethodSettings("dense"), max_numel=15),
+        MethodRule("r0", "*.q.*", MethodSettings("powersgd", rank=2), dims=2),
+        MethodRule("r1", "layers.*", MethodSettings("topk", density=0.1), min_numel=64),
+        MethodRule("r2", "*", MethodSettings("dense"), max_numel=15),
     )
     found = [choose(n, s) for n, s, _ in SHAPES]
     assert found == [Quantize(), LowRank(2), TopK(density=0.1), TopK(density=0.1), None]
@@ -58,10 +58,10 @@ def test_the_first_rule_that_fits_decides() -> None:
 def test_rules_that_cannot_work_are_refused_together() -> None:
     choose = rules(
         "dense",
-        Rule("$.rules[0]", "*.norm.*", MethodSettings("powersgd")),
-        Rule("$.rules[1]", "*.missing.*", MethodSettings("topk")),
-        Rule("$.rules[2]", "*", MethodSettings("topk")),
-        Rule("$.rules[3]", "embed*", MethodSettings("topk")),
+        MethodRule("$.rules[0]", "*.norm.*", MethodSettings("powersgd")),
+        MethodRule("$.rules[1]", "*.missing.*", MethodSettings("topk")),
+        MethodRule("$.rules[2]", "*", MethodSettings("topk")),
+        MethodRule("$.rules[3]", "embed*", MethodSettings("topk")),
     )
     with pytest.raises(UnsupportedError) as caught:
         choose.check((n, s) for n, s, _ in SHAPES)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt.telemetry import Counters, Purpose, Snapshot, steps
+from ds_ckpt.telemetry import Counters, CounterValues, Purpose, steps
 from ds_ckpt.telemetry.steps import Event, ExchangeSample, Interval, StepLog, line_of
 from ds_ckpt.telemetry.timings import Span, Spans
 
@@ -101,7 +101,7 @@ def _interval(
 ) -> Interval:
     waits = {"exchange": exchange, "gather": 3 * exchange, "weights": 0.0, "other": 0.0}
     parts = {**waits, "recompute": recompute, "reduction": exchange + work}
-    counted = Snapshot({Purpose.REDUCE: 200, Purpose.GATHER_FORWARD: 600}, {}, {})
+    counted = CounterValues({Purpose.REDUCE: 200, Purpose.GATHER_FORWARD: 600}, {}, {})
     sample = ExchangeSample(saved_bytes=1000.0)
     return Interval(2, 9.0, counted, 1, {}, sample, [(compressed, parts)] * 2, before)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.lab.validate import processes
 from ds_ckpt.lab.validate.accuracy_report import document
-from ds_ckpt.lab.validate.compare import MARGINS, Comparison, compare, exit_code
+from ds_ckpt.lab.validate.compare import MARGINS, Judgement, compare, exit_code
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.experiment import DENSE, Plan, read_candidates
 from ds_ckpt.lab.validate.processes import run_processes
@@ -70,7 +70,7 @@ def judged(
     kind: Any = "language",
     sent: float = 250.0,
     **sizes: Any,
-) -> Comparison:
+) -> Judgement:
     (candidate,) = read_candidates([file], "processes")
     plan = Plan(opened(kind, **sizes), [candidate], range(len(dense)), "processes")
     path = file.with_name("r.jsonl")

@@ -31,7 +31,7 @@ from ds_ckpt.telemetry.memory import (
     ModuleTracker,
     Operator,
     Phase,
-    Place,
+    Position,
     SavedActivations,
     Storage,
     tensors_in,
@@ -287,8 +287,8 @@ class StepTrace(MemoryTracker):
             model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
         )
         self._model = model
-        self.work: defaultdict[Place, Work] = defaultdict(Work)
-        self._saved_at: dict[Storage, Place] = {}
+        self.work: defaultdict[Position, Work] = defaultdict(Work)
+        self._saved_at: dict[Storage, Position] = {}
         self.offloaded_bytes = 0
 
     def __enter__(self) -> StepTrace:

@@ -23,7 +23,7 @@ from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_rec
 from ds_ckpt.exchange.method_rules import ExchangeSettings
 from ds_ckpt.lab.estimate.memory_model import ExchangeMemory, exchange_memory
 from ds_ckpt.lab.estimate.model import Model
-from ds_ckpt.lab.estimate.simulate import Gradients, Machine, Weights
+from ds_ckpt.lab.estimate.simulate import GradientTimes, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker, Operator
 
@@ -43,7 +43,7 @@ RESIDENT = {"whole": "none", "lossless": "lossless"}
 
 
 @dataclass(frozen=True)
-class Method:
+class PlanMethod:
     """One method for gradients; without a section DeepSpeed's own."""
 
     name: str
@@ -75,17 +75,21 @@ class Method:
         return found if machine.streams else found._replace(nccl=0)
 
 
-def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]]:
+def methods(loss: Loss, exchanging: int = 1) -> tuple[list[PlanMethod], list[PlanMethod]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
     Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good, so
     only verdicts with as many workers, or with the next more, count (docs/accuracy.md).
     """
     once = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
-    allowed = [Method(STOCK), Method(DENSE, {"method": "dense"}), Method(DENSE_ONCE, once)]
-    refused = list[Method]()
+    allowed = [
+        PlanMethod(STOCK),
+        PlanMethod(DENSE, {"method": "dense"}),
+        PlanMethod(DENSE_ONCE, once),
+    ]
+    refused = list[PlanMethod]()
     for name, (section, records) in sections_on_record().items():
-        method = Method(name, section, tuple(records))
+        method = PlanMethod(name, section, tuple(records))
         feedback = section.get("error_feedback", {})
         tried, judged = [method], records
         if feedback.get("enabled", True):
@@ -102,13 +106,13 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[Method], list[Method]
 
 
 def gradients(
-    method: Method,
+    method: PlanMethod,
     model: Model,
     machine: Machine,
     itemsize: int,
     accumulation: int,
     bytes_per_s: float,
-) -> Gradients:
+) -> GradientTimes:
     """Return one rank's exchange, with gradients of `itemsize` bytes an element."""
     world, hosts, local = machine.ranks, machine.hosts, machine.local
     settings = method.settings
@@ -117,7 +121,7 @@ def gradients(
         sent = sent_bytes("reduce_scatter", itemsize * model.trained, world, backend)
         rounds = 1 if machine.streams else 2
         each = sent / max(model.trained, 1)
-        return Gradients(each, inside_bytes=each, hops=rounds * (world - 1), ring=True)
+        return GradientTimes(each, inside_bytes=each, hops=rounds * (world - 1), ring=True)
     two = settings.levels != 1 and hosts > 1 and local > 1
     exchanging, divided = (hosts, local) if two else (world, 1)
     choose = settings.choose(model.embeddings, divided)
@@ -133,7 +137,7 @@ def gradients(
     residual = held.residuals / max(model.trained, 1)
     accumulate_s = share * _ACCUMULATE_BYTES if residual else 0.0
     to_host_s = 2 * residual / machine.bus_bytes_per_s if held.on_host else 0.0
-    return Gradients(
+    return GradientTimes(
         link_bytes=each * far,
         inside_bytes=inside,
         encode_s=share * moved[0] + accumulate_s + to_host_s,

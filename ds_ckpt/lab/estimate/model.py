@@ -24,7 +24,7 @@ from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import Choose, embeddings_of
 from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
-from ds_ckpt.lab.estimate.simulate import Block
+from ds_ckpt.lab.estimate.simulate import TimedBlock
 from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, tokens_of
 
 SURVEYED = 2
@@ -46,13 +46,15 @@ class Stretch:
         trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
         return cls(tuple((name, p.shape) for name, p in parameters.items()), trained, tied)
 
-    def block(self, forward_s: float, recompute_s: float, offloaded: int, persistent: int) -> Block:
+    def block(
+        self, forward_s: float, recompute_s: float, offloaded: int, persistent: int
+    ) -> TimedBlock:
         """Make the block of a simulated step; `persistent`: smaller parameters stay gathered."""
         modules = Counter({"": self.tied})
         for name, shape in self.shapes:
             modules[name.rpartition(".")[0] or name] += shape.numel()
         gathered = sum(shape.numel() for _, shape in self.shapes if shape.numel() > persistent)
-        return Block(
+        return TimedBlock(
             gathered + self.tied,
             self.trained,
             forward_s,
@@ -157,7 +159,7 @@ class Model:
         *,
         persistent: int = DEFAULTS["stage3_param_persistence_threshold"],
         reuse: int = DEFAULTS["stage3_max_reuse_distance"],
-    ) -> list[Block]:
+    ) -> list[TimedBlock]:
         """Make the blocks of a simulated step, with the parts before and after them.
 
         `forward_s` ends with the time outside of blocks. A block is used again after all that comes

@@ -11,22 +11,22 @@ from rich.table import Table
 from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
     ZERO1,
-    Candidate,
+    PlanOption,
     Question,
     Search,
     best_of,
     placement,
 )
-from ds_ckpt.lab.hosts.hardware import Figure
+from ds_ckpt.lab.hosts.hardware import Constant
 from ds_ckpt.telemetry.units import GIB, columns
 
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
 
 
-def alternatives(search: Search) -> dict[str, Candidate | None]:
+def alternatives(search: Search) -> dict[str, PlanOption | None]:
     """Return the best of each placement of weights and of each method, and of ZeRO-1."""
-    found: dict[str, list[Candidate]] = {placement(kind): [] for kind in search.kinds}
+    found: dict[str, list[PlanOption]] = {placement(kind): [] for kind in search.kinds}
     found |= {f"gradients {method.name}": [] for method in search.methods}
     for one in search.all:
         found[placement(one.setting.weights)].append(one)
@@ -35,13 +35,13 @@ def alternatives(search: Search) -> dict[str, Candidate | None]:
     return {name: best_of(some) if some else None for name, some in found.items()}
 
 
-def figures(question: Question) -> list[Figure]:
+def figures(question: Question) -> list[Constant]:
     """List the figures that the plan rests on."""
     cluster = question.cluster
     return [*chain(cluster.device.figures(), (cluster.rate, cluster.latency), OWN_FIGURES)]
 
 
-def show(search: Search, best: Candidate, console: Console) -> None:
+def show(search: Search, best: PlanOption, console: Console) -> None:
     """Print the best setting with its costs, the alternatives and the figures."""
     question, model, step = search.question, search.question.model, best.step
     console.print(

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from ds_ckpt.lab.estimate.profile import PARTS, Profile
-from ds_ckpt.lab.report.document import Block, Code, Document, Items, Paragraph, Section, Table
+from ds_ckpt.lab.report.document import (
+    Code,
+    Document,
+    Items,
+    Paragraph,
+    ReportBlock,
+    ReportSection,
+    Table,
+)
 from ds_ckpt.telemetry.memory import OUTSIDE
 from ds_ckpt.telemetry.units import count, size, times
 
@@ -24,15 +32,15 @@ def document(profile: Profile) -> Document:
     hosts = f" on {states.hosts} nodes" if states.hosts and states.hosts > 1 else ""
     assumed = ", assumed" if states.assumed else ""
     kept = f"One rank of {states.world}{hosts}, ZeRO stage {states.zero_stage}{assumed}"
-    found: list[Block] = []
+    found: list[ReportBlock] = []
     for number, (text, config) in enumerate(findings(profile), 1):
         found += [Paragraph(f"{number}. {text}"), Code([json.dumps(config)[1:-1]])]
     found.append(Items([f"note: {text}" for text in profile.notes]))
     sections = [
-        Section(kept, [_states(profile)]),
-        Section("Saved activations without a policy", [_saved(profile)]),
-        Section("Memory and work of a step, by policy and batch", [_policies(profile)]),
-        Section("Findings", found),
+        ReportSection(kept, [_states(profile)]),
+        ReportSection("Saved activations without a policy", [_saved(profile)]),
+        ReportSection("Memory and work of a step, by policy and batch", [_policies(profile)]),
+        ReportSection("Findings", found),
     ]
     return Document(title, [], sections)
 

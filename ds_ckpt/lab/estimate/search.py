@@ -25,14 +25,22 @@ from ds_ckpt.lab.estimate.methods import (
     LOSSLESS_S,
     RESIDENT,
     STOCK,
-    Method,
+    PlanMethod,
     gradients,
     methods,
     weights,
 )
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
-from ds_ckpt.lab.estimate.simulate import Block, Gradients, Link, Machine, Step, Strategy, simulate
-from ds_ckpt.lab.hosts.hardware import Cluster, Figure
+from ds_ckpt.lab.estimate.simulate import (
+    GradientTimes,
+    Link,
+    Machine,
+    StepTimes,
+    Strategy,
+    TimedBlock,
+    simulate,
+)
+from ds_ckpt.lab.hosts.hardware import Cluster, Constant
 from ds_ckpt.telemetry.units import GIB
 
 NEEDED = (
@@ -47,12 +55,12 @@ UPDATE_BYTES = 40.0
 HOST_BYTES = 512 * GIB
 """Memory of a node for offloaded tensors."""
 OWN_FIGURES = (
-    Figure("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
-    Figure("coding a lossless change, s per element", LOSSLESS_S, "measured: docs/weights.md"),
-    Figure("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
-    Figure("backward over forward", 2.0, "guess: two products for each of the forward's"),
-    Figure("memory traffic of AdamW, bytes per element", UPDATE_BYTES, "guess: counted by hand"),
-    Figure("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
+    Constant("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
+    Constant("coding a lossless change, s per element", LOSSLESS_S, "measured: docs/weights.md"),
+    Constant("calling a collective, s", CALL_S, "guess: the time of a launch from Python"),
+    Constant("backward over forward", 2.0, "guess: two products for each of the forward's"),
+    Constant("memory traffic of AdamW, bytes per element", UPDATE_BYTES, "guess: counted by hand"),
+    Constant("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
 )
 """Figures beside the hardware's."""
 BUCKETS = 8
@@ -121,7 +129,7 @@ class Setting:
     policy: str
     offload: bool
     weights: str
-    method: Method
+    method: PlanMethod
 
     @property
     def departures(self) -> tuple[bool, int]:
@@ -143,7 +151,7 @@ def placement(kind: str) -> str:
 
 
 @dataclass
-class Candidate:
+class PlanOption:
     """A setting with its memory, in bytes of an accelerator and of a rank's host, and its step."""
 
     setting: Setting
@@ -152,7 +160,7 @@ class Candidate:
     capacity_bytes: int
     host_bytes: int
     machine: Machine
-    blocks: list[Block]
+    blocks: list[TimedBlock]
     strategy: Strategy
 
     @property
@@ -167,7 +175,7 @@ class Candidate:
         return fits_host and self.needed_bytes <= self.capacity_bytes
 
     @functools.cached_property
-    def step(self) -> Step:
+    def step(self) -> StepTimes:
         """Simulate the step."""
         return simulate(self.machine, self.blocks, self.strategy)
 
@@ -196,19 +204,19 @@ class Search:
         """Placements of weights."""
         self._plan = functools.cache(self._plan_within)
 
-    def best(self) -> Candidate:
+    def best(self) -> PlanOption:
         """Return the shortest step that fits. Raises UnsupportedError if nothing does."""
         if not self.all:
             raise self._nothing_fits()
         return best_of(self.all)
 
     @functools.cached_property
-    def all(self) -> list[Candidate]:
+    def all(self) -> list[PlanOption]:
         """Candidates that fit and may be the best."""
         return list(self._candidates(self.kinds))
 
     @functools.cached_property
-    def zero1(self) -> list[Candidate]:
+    def zero1(self) -> list[PlanOption]:
         """Steps of ZeRO-1 that fit."""
         return list(self._candidates([ZERO1]))
 
@@ -216,7 +224,7 @@ class Search:
         """Sizes that a micro-batch can have."""
         return [n for n in range(1, self.each + 1) if self.each % n == 0]
 
-    def _candidates(self, kinds: Sequence[str]) -> Iterator[Candidate]:
+    def _candidates(self, kinds: Sequence[str]) -> Iterator[PlanOption]:
         for sequences in self.micro_batches():
             self.report(f"micro-batches of {sequences}")
             found = [
@@ -230,7 +238,7 @@ class Search:
                 return  # nor does a larger one fit
             yield from found
 
-    def _recomputes(self, sequences: int, kind: str, method: Method) -> Iterator[Candidate]:
+    def _recomputes(self, sequences: int, kind: str, method: PlanMethod) -> Iterator[PlanOption]:
         """With nothing offloaded; if that recomputes, also with offload, as host memory allows."""
         first = self.mixture(sequences, kind, method, False)
         if first is not None and first.fits:
@@ -246,7 +254,9 @@ class Search:
     def _planner(self, sequences: int) -> Planner:
         return self.question.model.planner(sequences, self.question.rates)
 
-    def mixture(self, sequences: int, kind: str, method: Method, offload: bool) -> Candidate | None:
+    def mixture(
+        self, sequences: int, kind: str, method: PlanMethod, offload: bool
+    ) -> PlanOption | None:
         """Recompute least within the memory; None: nothing fits."""
         memory = self._memory(sequences, kind, method)
         room = (self.question.capacity_bytes - sum(memory.values())) // STEP * STEP
@@ -264,13 +274,13 @@ class Search:
         except UnsupportedError:
             return None
 
-    def uniform(self, of: Setting, policy: str) -> Candidate:
+    def uniform(self, of: Setting, policy: str) -> PlanOption:
         """Give all blocks one policy, whether or not it fits."""
         allowance = replace(ACTIVATIONS, offload=of.offload)
         plan = self._planner(of.sequences).all_alike(policy, allowance)
         return self._candidate(of, plan, self._memory(of.sequences, of.weights, of.method))
 
-    def _candidate(self, of: Setting, plan: ActivationPlan, memory: dict[str, int]) -> Candidate:
+    def _candidate(self, of: Setting, plan: ActivationPlan, memory: dict[str, int]) -> PlanOption:
         """The candidate with a plan, under the policy that the plan comes to."""
         question, machine, model = self.question, self.machine, self.question.model
         is_zero1, size = of.weights == ZERO1, model.parameters.itemsize
@@ -283,7 +293,7 @@ class Search:
             blocks = [replace(block, elements=0) for block in blocks]
             hops = 2 * (machine.ranks - 1)
             each = size * hops / machine.ranks
-            exchange = Gradients(each, each, hops=hops, once=True, ring=True)
+            exchange = GradientTimes(each, each, hops=hops, once=True, ring=True)
         else:
             exchange = gradients(of.method, model, machine, size, of.micro_steps, bytes_per_s)
         strategy = Strategy(
@@ -300,7 +310,7 @@ class Search:
         memory = {**memory, "activations": plan.needed_bytes}
         in_update = self._states[of.weights].step_bytes + memory["residuals"] + held.nccl
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
-        return Candidate(
+        return PlanOption(
             replace(of, policy=policy),
             plan,
             memory,
@@ -316,7 +326,7 @@ class Search:
         """States of ZeRO, by placement of weights."""
         found = {}
         for kind in [*self.kinds, ZERO1]:
-            setting = Setting(1, self.each, "none", False, kind, Method(STOCK))
+            setting = Setting(1, self.each, "none", False, kind, PlanMethod(STOCK))
             file = deepspeed_file(self.question, setting)
             if kind == ZERO1:
                 file["zero_optimization"] = {"stage": 1}
@@ -325,7 +335,7 @@ class Search:
             found[kind] = states if self.machine.streams else replace(states, nccl_bytes=0)
         return found
 
-    def _memory(self, sequences: int, kind: str, method: Method) -> dict[str, int]:
+    def _memory(self, sequences: int, kind: str, method: PlanMethod) -> dict[str, int]:
         """Bytes beside activations."""
         model, machine, states = self.question.model, self.machine, self._states[kind]
         held = method.exchange_memory(model, machine, self.each // sequences, bucket_of(model))
@@ -343,7 +353,7 @@ class Search:
     def _nothing_fits(self) -> UnsupportedError:
         question = self.question
         plan = self._planner(1).least(replace(ACTIVATIONS, offload=True))
-        setting = Setting(1, self.each, BUDGET, True, ZERO3, Method(STOCK))
+        setting = Setting(1, self.each, BUDGET, True, ZERO3, PlanMethod(STOCK))
         least = self._candidate(setting, plan, self._memory(1, ZERO3, setting.method))
         parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in least.memory.items() if n)
         why = (
@@ -356,7 +366,7 @@ class Search:
         return UnsupportedError(Problem(where, found, why, remedy), headline="no plan fits")
 
 
-def best_of(candidates: Sequence[Candidate]) -> Candidate:
+def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
     """Return the shortest step; of a tie, the one that departs least from plain DeepSpeed."""
     enough_s = (1 + TIE) * min(one.step.seconds for one in candidates)
     ties = [one for one in candidates if one.step.seconds <= enough_s]

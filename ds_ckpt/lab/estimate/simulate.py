@@ -76,7 +76,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedBlock:
     """A stretch of the model that is gathered, run and reduced together.
 
     Attributes:
@@ -96,7 +96,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientTimes:
     """Exchange of gradients, by element of the model; seconds of one rank.
 
     Attributes:
@@ -138,7 +138,7 @@ class Strategy:
 
     micro_steps: int
     itemsize: int
-    gradients: Gradients
+    gradients: GradientTimes
     bucket: int = 500_000_000
     prefetch: int = 50_000_000
     weights: Weights | None = None
@@ -148,7 +148,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """One simulated step: busy seconds by resource and kind, bytes over a node's link by kind."""
 
     seconds: float
@@ -166,9 +166,9 @@ class Step:
         return self.seconds - sum(s for (of, _), s in self.busy_s.items() if of == "compute")
 
 
-def simulate(machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> Step:
+def simulate(machine: Machine, blocks: Sequence[TimedBlock], strategy: Strategy) -> StepTimes:
     """Simulate a step among others like it: changes of the step before are sent in its forward."""
-    run = _Run(machine, blocks, strategy)
+    run = _Simulation(machine, blocks, strategy)
     run.update()  # of the step before
     run.totals.clear()
     begin_s = run.now_s
@@ -176,9 +176,11 @@ def simulate(machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> S
     return run.result(begin_s, 1)
 
 
-def in_a_row(machine: Machine, blocks: Sequence[Block], strategy: Strategy, steps: int) -> Step:
+def in_a_row(
+    machine: Machine, blocks: Sequence[TimedBlock], strategy: Strategy, steps: int
+) -> StepTimes:
     """Return the mean of so many steps, from nothing under way to nothing under way."""
-    run = _Run(machine, blocks, strategy)
+    run = _Simulation(machine, blocks, strategy)
     for _ in range(steps):
         run.step()
     run.receive_changes(math.inf)
@@ -198,14 +200,14 @@ class _Piece:
     last: bool = True
 
 
-class _Run:
+class _Simulation:
     """Steps one after the other. A task is represented by the moment of its end.
 
     `totals` are busy seconds by resource and kind, bytes by ("sent", kind), and seconds of
     micro-steps that are not simulated.
     """
 
-    def __init__(self, machine: Machine, blocks: Sequence[Block], strategy: Strategy) -> None:
+    def __init__(self, machine: Machine, blocks: Sequence[TimedBlock], strategy: Strategy) -> None:
         self.machine, self.blocks, self.strategy = machine, blocks, strategy
         self.now_s = 0.0
         self.totals: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -251,12 +253,12 @@ class _Run:
         for key, value in marks[1].items() if count > simulated else ():
             self.totals[key] += (count - simulated) * (value - marks[0].get(key, 0.0))
 
-    def result(self, begin_s: float, steps: int) -> Step:
+    def result(self, begin_s: float, steps: int) -> StepTimes:
         """Return the mean step since a moment."""
         mean = {key: n / steps for key, n in self.totals.items() if n}
         left_out_s = mean.pop(_LEFT_OUT, 0.0)
         sent = {kind: mean.pop((of, kind)) for of, kind in [*mean] if of == "sent"}
-        return Step((self.now_s - begin_s) / steps + left_out_s, mean, sent)
+        return StepTimes((self.now_s - begin_s) / steps + left_out_s, mean, sent)
 
     def _add(
         self, on: str, kind: str, seconds: float, call_s: float, *after: float, burst_s: float = 0.0

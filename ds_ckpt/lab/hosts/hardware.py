@@ -30,7 +30,7 @@ _UNITS = {"g": 1e9, "m": 1e6}, {"u": 1e-6, "m": 1e-3}
 
 
 @dataclass(frozen=True)
-class Figure:
+class Constant:
     """A number of the hardware, with its source."""
 
     what: str
@@ -54,11 +54,11 @@ class Entry:
     def __getitem__(self, figure: str) -> float:
         return float(self.values[figure])
 
-    def figures(self) -> Iterator[Figure]:
+    def figures(self) -> Iterator[Constant]:
         """Yield the figures with their sources."""
         for key, value in self.values.items():
             if isinstance(value, (int, float)):
-                yield Figure(
+                yield Constant(
                     f"{self.name}: {key}", value, str(self.values.get(f"{key}_source", ""))
                 )
 
@@ -71,8 +71,8 @@ class Cluster:
     nodes: int
     local: int
     device: Entry
-    rate: Figure
-    latency: Figure
+    rate: Constant
+    latency: Constant
 
     @property
     def devices(self) -> int:
@@ -126,12 +126,12 @@ class Hardware:
         per_s = float(rate) * _UNITS[0][rate_unit.lower()] if rate else math.inf
         if per_s == 0:
             self.wrong(self.where, text, "a link of no rate carries nothing", f'write "{EXAMPLE}"')
-        far = Figure("rate of a node's link", per_s, "named in the text")
+        far = Constant("rate of a node's link", per_s, "named in the text")
         network = self.groups.get("links", {}).get("between nodes", {})
         hop_s, source = network.get("latency_s", 0.0), network.get("latency_s_source", "")
         if latency:
             hop_s, source = float(latency) * _UNITS[1][latency_unit.lower()], "named in the text"
-        hop = Figure("latency of a node's link", hop_s, source)
+        hop = Constant("latency of a node's link", hop_s, source)
         if links is not None:
             try:
                 pairs = Links.load(links).pairs
@@ -140,8 +140,8 @@ class Hardware:
                 self.wrong(str(links), "no links", str(error), remedy)
             else:
                 source = f"measured: the slowest pair in {links.name}"
-                far = Figure(far.what, 8 * min(p.both_bytes_per_s for p in pairs), source)
-                hop = Figure(hop.what, max(p.latency_s for p in pairs), source)
+                far = Constant(far.what, 8 * min(p.both_bytes_per_s for p in pairs), source)
+                hop = Constant(hop.what, max(p.latency_s for p in pairs), source)
         device = self.entry("accelerators", name.strip(), needed)
         return Cluster(text, int(nodes), int(local), device, far, hop)
 

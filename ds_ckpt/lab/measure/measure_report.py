@@ -18,7 +18,15 @@ from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec, link, title
 from ds_ckpt.lab.measure.trials import read_runs
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
-from ds_ckpt.lab.report.document import Block, Document, Heading, Paragraph, Plot, Section, Table
+from ds_ckpt.lab.report.document import (
+    Document,
+    Heading,
+    Paragraph,
+    Plot,
+    ReportBlock,
+    ReportSection,
+    Table,
+)
 from ds_ckpt.telemetry.units import MB, number
 
 FORMAT = "ds_ckpt measure 4"
@@ -78,7 +86,7 @@ class Report:
         """Print the headline, its table and the table of steps at the first rate."""
         columns = [one for one in MEASURED if one.name in _TERMINAL]
         steps = self._table(self.findings.rates[0], columns)
-        sections = [Section("", [*self._shares(), steps])]
+        sections = [ReportSection("", [*self._shares(), steps])]
         Document(headline(self.findings), self._notes(), sections).print(console)
 
     def json(self) -> dict[str, Any]:
@@ -96,11 +104,11 @@ class Report:
         place = self.runs[-1]["place"] if self.runs else self.spec.where
         how = [Paragraph(f"{place}."), Paragraph(_NOTE)]
         sections = [
-            Section("", self._shares()),
-            Section("Step time, bytes and memory", [*how, *self._steps()]),
-            Section("Bytes by purpose", self._purposes()),
-            Section("Comparisons with dense", self._comparisons()),
-            Section("Settings and machine", [self._facts()]),
+            ReportSection("", self._shares()),
+            ReportSection("Step time, bytes and memory", [*how, *self._steps()]),
+            ReportSection("Bytes by purpose", self._purposes()),
+            ReportSection("Comparisons with dense", self._comparisons()),
+            ReportSection("Settings and machine", [self._facts()]),
         ]
         about = "bandwidth that compression frees for recomputation"
         return Document(headline(self.findings), self._notes(), sections, about)
@@ -110,7 +118,7 @@ class Report:
         again = f"INCOMPLETE: {'; '.join(missing)}. Repeat the command to continue."
         return [again] * bool(missing) + byte_notes(self.findings)
 
-    def _shares(self) -> list[Block]:
+    def _shares(self) -> list[ReportBlock]:
         """Return a table and a chart of the share that compression pays for, by link rate."""
         found = self.findings.comparisons
         if not found:
@@ -136,8 +144,8 @@ class Report:
         ]
         return Table(["configuration", *(one.heading for one in columns)], rows)
 
-    def _steps(self) -> list[Block]:
-        found: list[Block] = []
+    def _steps(self) -> list[ReportBlock]:
+        found: list[ReportBlock] = []
         for place, rate in enumerate(self.findings.rates):
             rows = self.findings.at(rate)
             parts = [one for one in MEASURED if one.name in _PARTS]
@@ -152,7 +160,7 @@ class Report:
             found += [Heading(link(rate)), self._table(rate, MEASURED), plot]
         return found
 
-    def _purposes(self) -> list[Block]:
+    def _purposes(self) -> list[ReportBlock]:
         rows = self.findings.at(self.findings.rates[0])
         megabytes = [{p: n / MB for p, n in row.purpose_bytes.items()} for row in rows]
         counted = [row.interface_bytes / MB for row in rows]
@@ -168,8 +176,8 @@ class Report:
         heads = ["configuration", *heads, "sum, MB", "interfaces, MB"]
         return [Plot("bytes-0", [chart], caption), Table(heads, cells)]
 
-    def _comparisons(self) -> list[Block]:
-        found: list[Block] = []
+    def _comparisons(self) -> list[ReportBlock]:
+        found: list[ReportBlock] = []
         columns: dict[str, list[ComparisonRow]] = {}
         for one in self.findings.comparisons:
             columns.setdefault(f"{one.policy}, {one.method}", []).append(one)

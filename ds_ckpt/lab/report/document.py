@@ -20,7 +20,7 @@ from ds_ckpt.lab.report.charts import Panel, missing, svg
 
 
 @dataclass(frozen=True)
-class Block:
+class ReportBlock:
     """Part of a section; the template selects it by its kind."""
 
     kind: ClassVar[str]
@@ -35,7 +35,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Paragraph(Block):
+class Paragraph(ReportBlock):
     """Running text."""
 
     kind = "paragraph"
@@ -56,7 +56,7 @@ class Heading(Paragraph):
 
 
 @dataclass(frozen=True)
-class Items(Block):
+class Items(ReportBlock):
     """Bulleted sentences."""
 
     kind = "items"
@@ -68,7 +68,7 @@ class Items(Block):
 
 
 @dataclass(frozen=True)
-class Code(Block):
+class Code(ReportBlock):
     """Lines to copy."""
 
     kind = "code"
@@ -84,7 +84,7 @@ class Code(Block):
 
 
 @dataclass(frozen=True)
-class Table(Block):
+class Table(ReportBlock):
     """Heads and rows of text: words with `prose`, else numbers, which are aligned to the right.
 
     `meanings` stand under the page's heads, `tones` ("good", "bad") colour each row's second cell,
@@ -119,7 +119,7 @@ class Table(Block):
 
 
 @dataclass(frozen=True)
-class Plot(Block):
+class Plot(ReportBlock):
     """Panels above each other; on the page only."""
 
     kind = "plot"
@@ -133,11 +133,11 @@ class Plot(Block):
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """Title and blocks."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[ReportBlock]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Document:
 
     title: str
     opening: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     about: str = ""
 
     def html(self) -> str:

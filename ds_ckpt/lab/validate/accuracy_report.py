@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from ds_ckpt.lab.report.charts import Rows
-from ds_ckpt.lab.report.document import Code, Document, Items, Paragraph, Plot, Section, Table
-from ds_ckpt.lab.validate.compare import EXIT_CODES, Comparison
+from ds_ckpt.lab.report.document import Code, Document, Items, Paragraph, Plot, ReportSection, Table
+from ds_ckpt.lab.validate.compare import EXIT_CODES, Judgement
 from ds_ckpt.telemetry.timings import ResidualStats
 
 TITLE = "Accuracy: dense training against compression"
@@ -33,7 +33,7 @@ _ADVICE = (
 )
 
 
-def document(comparisons: Sequence[Comparison]) -> Document:
+def document(comparisons: Sequence[Judgement]) -> Document:
     """Build the report of all candidates of a task."""
     first = comparisons[0].record
     workers = "virtual workers" if first.mode == "virtual" else "ZeRO-3 ranks"
@@ -59,21 +59,21 @@ def document(comparisons: Sequence[Comparison]) -> Document:
     margin = Paragraph(f"Margin {100 * first.margin:g}{unit}.")
     limits = [_guard(one, left) for one in comparisons if (left := one.record.left) is not None]
     sections = [
-        Section(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
-        Section("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
-        Section("Conditions", [Items(_conditions(comparisons))]),
+        ReportSection(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
+        ReportSection("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
+        ReportSection("Conditions", [Items(_conditions(comparisons))]),
     ]
     return Document(TITLE, [_OPENING], sections)
 
 
-def _cells(one: Comparison) -> list[str]:
+def _cells(one: Judgement) -> list[str]:
     finals = [pair for pair in one.finals if all(map(math.isfinite, pair))]
     means = [f"{statistics.fmean(side):.4f}" for side in zip(*finals, strict=True)] or ["", ""]
     fewer = f"{one.record.fewer_bytes:.2f}x" if one.candidate.lossy else ""
     return [one.candidate.name, one.describe_verdict(), _difference(one), *means, fewer]
 
 
-def _difference(one: Comparison) -> str:
+def _difference(one: Judgement) -> str:
     diverged = sum(map(math.isinf, one.differences))
     if diverged:
         return f"{diverged} of {len(one.differences)} runs diverged"
@@ -86,20 +86,20 @@ def _difference(one: Comparison) -> str:
     return f"{span[1]:+.2f}{unit} ({span[0]:+.2f} to {span[2]:+.2f})"
 
 
-def _percent(one: Comparison) -> tuple[float, float, float] | None:
+def _percent(one: Judgement) -> tuple[float, float, float] | None:
     """Return low, mean and high of the interval."""
     if one.interval is None:
         return None
     return 100 * one.interval.low, 100 * one.interval.mean, 100 * one.interval.high
 
 
-def _guard(one: Comparison, left: ResidualStats) -> str:
+def _guard(one: Judgement, left: ResidualStats) -> str:
     error, norm = min(1.0, _LEEWAY * left.error), _LEEWAY * left.residual_norm
     limits = f'"error": {error:.3g}, "residual_norm": {norm:.3g}'
     return f'{one.candidate.name}: "guard": {{"action": "warn", {limits}}}'
 
 
-def _conditions(comparisons: Sequence[Comparison]) -> list[str]:
+def _conditions(comparisons: Sequence[Judgement]) -> list[str]:
     """Return the conditions of the verdicts, date and versions last."""
     found = []
     for one in comparisons:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ds_ckpt.config.verdicts import Verdict, VerdictRecord, decisive
 from ds_ckpt.lab.validate.data import Examples
-from ds_ckpt.lab.validate.equivalence import Interval, judge, more_seeds
-from ds_ckpt.lab.validate.experiment import DENSE, Candidate, Plan, Results
+from ds_ckpt.lab.validate.equivalence import ConfidenceInterval, judge, more_seeds
+from ds_ckpt.lab.validate.experiment import DENSE, Contender, Plan, Results
 from ds_ckpt.lab.validate.runs import Result
 from ds_ckpt.lab.validate.task import BETAS, Task
 from ds_ckpt.telemetry.timings import ResidualStats
@@ -26,16 +26,16 @@ EXIT_CODES: dict[Verdict, int] = {"inconclusive": 2, "worse": 1, "different": 1}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Judgement:
     """Verdict on one candidate; `record` is what `ds-ckpt validate` reads.
 
     `differences`, one a seed, are infinite for a run that diverged; `finals` are losses or
     accuracies, dense and compressed; `reason` prevents a verdict.
     """
 
-    candidate: Candidate
+    candidate: Contender
     record: VerdictRecord
-    interval: Interval | None
+    interval: ConfidenceInterval | None
     differences: list[float]
     finals: list[tuple[float, float]]
     reason: str
@@ -50,7 +50,7 @@ class Comparison:
         return f"inconclusive: needs about {more} more seeds"
 
 
-def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -> Comparison:
+def compare(plan: Plan, candidate: Contender, results: Results, margin: float) -> Judgement:
     """Judge a candidate by finished runs."""
     task, spec = plan.task, plan.task.spec
     keys = [(plan.key(DENSE, s), plan.key(candidate, s)) for s in plan.seeds]
@@ -91,7 +91,7 @@ def compare(plan: Plan, candidate: Candidate, results: Results, margin: float) -
         date=ours.date,
     )
     finals = [(a.outcome.heldout[-1][1], b.outcome.heldout[-1][1]) for a, b in pairs]
-    return Comparison(candidate, record, interval, gaps, finals, reason)
+    return Judgement(candidate, record, interval, gaps, finals, reason)
 
 
 def grid_step(task: Task) -> float:
@@ -120,7 +120,7 @@ def _unusable(pairs: Sequence[tuple[Result, Result]], metric: str, margin: float
     return ""
 
 
-def exit_code(comparisons: Sequence[Comparison]) -> int:
+def exit_code(comparisons: Sequence[Judgement]) -> int:
     """Return 0 if all verdicts are good, 1 if one is worse, otherwise 2."""
     codes = {EXIT_CODES.get(one.record.verdict, 0) for one in comparisons}
     return 1 if 1 in codes else max(codes)

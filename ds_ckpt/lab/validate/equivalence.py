@@ -28,7 +28,7 @@ _SHIFT = 2.93
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """Student's t interval around the mean of differences with standard deviation `spread`."""
 
     mean: float
@@ -40,7 +40,7 @@ class Interval:
 
 def paired(
     differences: Sequence[float], confidence: float = 0.95, *, step: float = 0.0
-) -> Interval:
+) -> ConfidenceInterval:
     """Return the interval that contains the true mean difference with the given confidence.
 
     Accuracies are counts: equal differences would have no spread, so it is at least half a `step`
@@ -52,12 +52,12 @@ def paired(
     mean, spread = statistics.fmean(differences), max(statistics.stdev(differences), step / 2)
     quantile = float(special.stdtrit(count - 1, (1 + confidence) / 2))
     half = quantile * spread / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half, spread, count)
+    return ConfidenceInterval(mean, mean - half, mean + half, spread, count)
 
 
 def judge(
     differences: Sequence[float], margin: float, *, step: float = 0.0
-) -> tuple[Verdict, Interval | None]:
+) -> tuple[Verdict, ConfidenceInterval | None]:
     """Compare a compressed configuration with dense training.
 
     `equivalent`: within the margin on both sides; a configuration whose true difference is the
@@ -77,7 +77,7 @@ def judge(
     return ("better" if interval.high < -margin else "inconclusive"), interval
 
 
-def more_seeds(interval: Interval, margin: float) -> int | None:
+def more_seeds(interval: ConfidenceInterval, margin: float) -> int | None:
     """Estimate the seeds to add for a verdict, if mean and spread hold; None above MAX_SEEDS."""
     distance, needed = abs(margin - abs(interval.mean)), _SHIFT * interval.spread
     if needed > distance * math.sqrt(MAX_SEEDS):

@@ -39,7 +39,7 @@ Report = Callable[[str, int, float], object]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Contender:
     """One configuration: `dense`, or a file with the settings of its exchange."""
 
     name: str
@@ -62,15 +62,15 @@ class Candidate:
         return self.settings_for(spec).warmup_steps if self.lossy else 0
 
 
-DENSE = Candidate("dense", "", PluginConfig(), DENSE_SETTINGS)
+DENSE = Contender("dense", "", PluginConfig(), DENSE_SETTINGS)
 
 
-def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candidate]:
+def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Contender]:
     """Read the candidates of these files, with unique names.
 
     Raises ConfigError if a file is invalid, or has nothing that can be judged.
     """
-    found: list[Candidate] = []
+    found: list[Contender] = []
     for path in files:
         config = load_file(path)
         compression = lookup(config, ("ds_ckpt", "compression"))
@@ -81,7 +81,7 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Candi
         settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
         taken = path.stem in (DENSE.name, *(one.name for one in found))
         name = str(path.with_suffix("")) if taken else path.stem
-        candidate = Candidate(name, str(path), plugin, settings)
+        candidate = Contender(name, str(path), plugin, settings)
         changes_anything = method != "none" or plugin.activation.active
         if not (candidate.lossy or (mode == "processes" and changes_anything)):
             why = (
@@ -101,11 +101,11 @@ class Plan:
     """All runs of a task: every candidate and dense training, for every seed."""
 
     task: Task
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Contender]
     seeds: Sequence[int]
     mode: Mode = "virtual"
 
-    def key(self, candidate: Candidate, seed: int) -> str:
+    def key(self, candidate: Contender, seed: int) -> str:
         """Return a digest of everything that a run's numbers depend on."""
         warm_up = {"warmup_steps": candidate.warm_up(self.task.spec)}
         settings = decisive(candidate.plugin.compression.model_copy(update=warm_up))
@@ -114,9 +114,9 @@ class Plan:
         run = self.task.digest, settings, recomputed, seed, self.mode, environment(self.mode)
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
-    def missing(self, results: Results) -> list[tuple[int, Candidate]]:
+    def missing(self, results: Results) -> list[tuple[int, Contender]]:
         """Return the runs without a result, by seed and dense ones first, equal ones once."""
-        wanted: dict[str, tuple[int, Candidate]] = {}
+        wanted: dict[str, tuple[int, Contender]] = {}
         for candidate in (DENSE, *self.candidates):
             for seed in self.seeds:
                 if (key := self.key(candidate, seed)) not in results:
@@ -124,7 +124,7 @@ class Plan:
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
 
-TrainOne = Callable[[Plan, Candidate, int, Progress], Outcome]
+TrainOne = Callable[[Plan, Contender, int, Progress], Outcome]
 """Train one run."""
 
 
@@ -156,7 +156,7 @@ def environment(mode: Mode) -> dict[str, str]:
     return found
 
 
-def train_virtual(plan: Plan, candidate: Candidate, seed: int, progress: Progress) -> Outcome:
+def train_virtual(plan: Plan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
     """Train one run with virtual workers in this process. See `TrainOne`."""
     spec, task = plan.task.spec, plan.task
     task.begin(seed)

@@ -23,7 +23,7 @@ from ds_ckpt.lab.hosts.heartbeat import begin
 from ds_ckpt.lab.hosts.launcher import launch
 from ds_ckpt.lab.validate.experiment import (
     SAMPLE_EVERY,
-    Candidate,
+    Contender,
     Plan,
     Report,
     read_candidates,
@@ -31,7 +31,7 @@ from ds_ckpt.lab.validate.experiment import (
 )
 from ds_ckpt.lab.validate.runs import Outcome, Progress, add_result, read_results, train
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
-from ds_ckpt.lab.validate.world import Step
+from ds_ckpt.lab.validate.world import StepResult
 from ds_ckpt.telemetry.timings import ResidualStats
 
 _STALL_S = 1200.0
@@ -81,7 +81,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def train_zero3(plan: Plan, candidate: Candidate, seed: int, progress: Progress) -> Outcome:
+def train_zero3(plan: Plan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
     """Train one run, on every rank. See `experiment.TrainOne`."""
     spec, task, recipe = plan.task.spec, plan.task, plan.task.spec.recipe()
     config = engine_config(spec, candidate.file, candidate.warm_up(spec))
@@ -93,7 +93,7 @@ def train_zero3(plan: Plan, candidate: Candidate, seed: int, progress: Progress)
         assert session is not None, "telemetry is on"
         session.observe(SAMPLE_EVERY, lambda step, left: sampled.append(left))
 
-    def train_step() -> Step:
+    def train_step() -> StepResult:
         step, skipped = engine.global_steps, engine.skipped_steps
         for group in engine.optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -104,7 +104,7 @@ def train_zero3(plan: Plan, candidate: Candidate, seed: int, progress: Progress)
             engine.step()
             losses.append(float(loss))
         left = sampled.pop() if sampled else None
-        return Step(_all_ranks(losses), engine.skipped_steps > skipped, left)
+        return StepResult(_all_ranks(losses), engine.skipped_steps > skipped, left)
 
     outcome = train(task, engine, train_step, spec.steps, progress)
     engine.destroy()

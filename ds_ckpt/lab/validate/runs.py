@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.validate.task import Task
-from ds_ckpt.lab.validate.world import Step
+from ds_ckpt.lab.validate.world import StepResult
 
 Progress = Callable[[int, float], object]
 """(steps done, last loss)."""
@@ -41,7 +41,7 @@ class Outcome:
 def train(
     task: Task,
     model: torch.nn.Module,
-    train_step: Callable[[], Step],
+    train_step: Callable[[], StepResult],
     steps: int,
     progress: Progress | None = None,
 ) -> Outcome:

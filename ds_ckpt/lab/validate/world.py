@@ -56,7 +56,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """Result of an optimizer step.
 
     `losses` are of every micro-step and worker, in the order of virtual workers. `left` is None
@@ -194,7 +194,7 @@ class InProcessWorld:
             embeddings=embeddings_of(model),
         )
 
-    def train_step(self) -> Step:
+    def train_step(self) -> StepResult:
         """Take the next optimizer step."""
         step = self.workers.step
         sampled = bool(self._sample_every) and (step + 1) % self._sample_every == 0
@@ -220,7 +220,7 @@ class InProcessWorld:
         if not skipped:
             self._update(step, total, norm, correction)
             left = ResidualStats.of(*self.workers.take_energies(), norm) if sampled else None
-        return Step(tuple(losses), skipped, left)
+        return StepResult(tuple(losses), skipped, left)
 
     def _update(self, step: int, mean: list[Tensor], norm: float, correction: float) -> None:
         """Clip, then take an AdamW step on the averaged gradients."""
