@@ -16,8 +16,9 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import parse
 from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
+from ds_ckpt.lab.estimate import methods as gradient_methods
 from ds_ckpt.lab.estimate import model as costs
-from ds_ckpt.lab.estimate.memory_model import estimate
+from ds_ckpt.lab.estimate.memory_model import assigned, estimate
 from ds_ckpt.lab.estimate.methods import (
     DENSE,
     RESIDENT,
@@ -96,11 +97,11 @@ def test_gradient_bytes_are_those_of_the_exchange() -> None:
     assert sent(by_name[DENSE]) == pytest.approx(2 * demo().trained / 2)
     few = by_name["3bit"]
     assert few.settings is not None
-    plan = demo().gradients(few.settings.choose(demo().embeddings, 2), 2, 2, 2)
+    plan = few.assignment(demo(), machine)
     assert sent(few) == pytest.approx(plan.sent_bytes / 2)
     assert sent(few) < sent(by_name[DENSE]) / 4
     # gradients inside a node are compressed with one level only
-    one_level = demo().gradients(few.settings.choose(demo().embeddings, 1), 2, 1, 2)
+    one_level = assigned(demo().parameters, few.settings, 2, 1)
     for nodes, inside in ((1, one_level.sent_bytes / 2), (2, 2 * demo().trained / 2)):
         machine = ask(f"{nodes} nodes x 2 A100, 1 Gbit/s").question.machine
         how = gradients(few, demo(), machine, 2, 1, 1e12)
@@ -150,6 +151,14 @@ def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie() -> None:
         ties = [one for one in search.all if one.step.seconds <= 1.01 * least_s]
         assert best.setting.departures == min(one.setting.departures for one in ties)
         assert all(one.fits for one in search.all)
+
+
+def test_each_method_is_assigned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[object]()
+    monkeypatch.setattr(gradient_methods, "assigned", lambda *a: calls.append(a) or assigned(*a))
+    search = ask()
+    assert len(search.all) > len(search.methods)
+    assert len(calls) == len(search.methods) - 1  # DeepSpeed's own has none
 
 
 def test_hpz_is_priced_as_its_bytes() -> None:

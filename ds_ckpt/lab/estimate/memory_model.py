@@ -23,7 +23,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.assignment import Assignment
+from ds_ckpt.exchange.assignment import UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.method_rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
@@ -242,11 +242,27 @@ def _exchange(
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     settings = exchange_settings(parse(file).compression)
     accumulation = _whole(lookup(config, ("gradient_accumulation_steps",)), 1)
-    return exchange_memory(parameters, settings, accumulation, *sizes)
+    assignment = assigned(parameters, settings, *sizes[:2])
+    return exchange_memory(assignment, settings, accumulation, *sizes)
+
+
+def dividing_ranks(settings: ExchangeSettings, world: int, hosts: int | None) -> int:
+    """Return the ranks of a node that divide gradients and residuals; 1 with one level."""
+    return world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
+
+
+def assigned(
+    parameters: Parameters, settings: ExchangeSettings, world: int, hosts: int | None
+) -> Assignment:
+    """Assign compressors to the trainable parameters."""
+    local = dividing_ranks(settings, world, hosts)
+    shapes = ((name, shape, parameters.itemsize) for name, shape in parameters.shapes)
+    choose = settings.choose(parameters.embeddings, local)
+    return Assignment.of(choose, shapes, world // local, local)
 
 
 def exchange_memory(
-    parameters: Parameters,
+    assignment: Assignment,
     settings: ExchangeSettings,
     accumulation: int,
     world: int,
@@ -256,19 +272,16 @@ def exchange_memory(
     """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
     holds = settings.holds_back(accumulation)
     feedback = settings.residuals(0, holds=holds)
-    # with two levels, the ranks of a node divide gradients and residuals
-    local = world // hosts if settings.levels != 1 and hosts and 1 < hosts < world else 1
-    nodes, choose = hosts or world, settings.choose(parameters.embeddings, local)
+    local, nodes = dividing_ranks(settings, world, hosts), hosts or world
     groups = [(nodes, 1), (1, local)] if local > 1 else [(nodes, world // nodes)]
-    shapes = ((name, shape, parameters.itemsize) for name, shape in parameters.shapes)
-    buffers = Assignment.of(choose, shapes, world // local, local).buffer_bytes(
+    buffers = assignment.buffer_bytes(
         *(bucket, world // local, local),
         in_place=feedback is not None and feedback.adds_in_place,
     )
     sent = ExchangeMemory(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
     if feedback is None:
         return sent
-    kept = [s.numel() for n, s in parameters.shapes if holds or choose(n, s) is not None]
+    kept = [math.prod(t.shape) for t in assignment.tensors if holds or t.how != UNCOMPRESSED]
     elements = sum(kept)
     if local > 1:
         elements = sum(math.ceil(n / world) * (world // local) for n in kept)

@@ -20,8 +20,14 @@ from ds_ckpt.compression.base import Codec, Compressor
 from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import ExchangeSettings
-from ds_ckpt.lab.estimate.memory_model import ExchangeMemory, exchange_memory
+from ds_ckpt.lab.estimate.memory_model import (
+    ExchangeMemory,
+    assigned,
+    dividing_ranks,
+    exchange_memory,
+)
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import GradientTimes, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
@@ -42,13 +48,14 @@ RESIDENT = {"whole": "none", "lossless": "lossless"}
 """Ways to send changes of resident weights, with their `deltas`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlanMethod:
     """One method for gradients; without a section DeepSpeed's own."""
 
     name: str
     section: Mapping[str, Any] = field(default_factory=dict)
     records: tuple[VerdictRecord, ...] = ()
+    _assigned: dict[tuple[Model, int, int], Assignment] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def settings(self) -> ExchangeSettings | None:
@@ -63,15 +70,23 @@ class PlanMethod:
         """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
+    def assignment(self, model: Model, machine: Machine) -> Assignment:
+        """Return the compressors of the model's parameters; built once for each machine's size."""
+        assert self.settings is not None
+        key = model, machine.ranks, machine.hosts
+        if key not in self._assigned:
+            self._assigned[key] = assigned(model.parameters, self.settings, *key[1:])
+        return self._assigned[key]
+
     def exchange_memory(
         self, model: Model, machine: Machine, accumulation: int, bucket: int = 0
     ) -> ExchangeMemory:
         """Return what a rank takes to exchange buckets of so many entries."""
         if self.settings is None:
             return ExchangeMemory()
-        world, hosts = machine.ranks, machine.hosts
-        given = model.parameters, self.settings, accumulation, world, hosts, bucket
-        found = exchange_memory(*given)
+        sizes = machine.ranks, machine.hosts, bucket
+        assignment = self.assignment(model, machine)
+        found = exchange_memory(assignment, self.settings, accumulation, *sizes)
         return found if machine.streams else found._replace(nccl=0)
 
 
@@ -122,13 +137,11 @@ def gradients(
         rounds = 1 if machine.streams else 2
         each = sent / max(model.trained, 1)
         return GradientTimes(each, inside_bytes=each, hops=rounds * (world - 1), ring=True)
-    two = settings.levels != 1 and hosts > 1 and local > 1
-    exchanging, divided = (hosts, local) if two else (world, 1)
-    choose = settings.choose(model.embeddings, divided)
-    plan = model.gradients(choose, exchanging, divided, itemsize)
+    divided = dividing_ranks(settings, world, hosts)
+    two = divided > 1
     # with one level, each rank of a node sends to those of other nodes
     far = (hosts - 1) / hosts if two or local == 1 else local * (world - local) / world
-    each = plan.sent_bytes / max(model.trained, 1)
+    each = method.assignment(model, machine).sent_bytes / max(model.trained, 1)
     # with two levels a node's sum is exact
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided / bytes_per_s

@@ -20,8 +20,6 @@ from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.assignment import Assignment
-from ds_ckpt.exchange.method_rules import Choose, embeddings_of
 from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import TimedBlock
@@ -86,7 +84,6 @@ class Model:
         model, self.tokens = made.model, tokens_of(made.batch)
         blocks, self._modules = blocks_of(model, modules)
         blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
-        self.embeddings = embeddings_of(model)
         names = {id(p): n for n, p in model.named_parameters()}
         inside = {id(p) for b in blocks for p in b.module.parameters()}
         first = next((place for place, i in enumerate(names) if i in inside), len(names))
@@ -113,12 +110,6 @@ class Model:
         self.trained = sum(self.parameters.trainable)
         self.planner = functools.cache(self._planner)
         self._surveyed = functools.cache(self._survey)
-
-    def gradients(self, choose: Choose, world: int, local: int, itemsize: int) -> Assignment:
-        """Plan the exchange of one gradient; see `Assignment.of`."""
-        stretches = [s for s in (self.head, *self.blocks, self.tail) if s.trained]
-        shapes = ((name, shape, itemsize) for s in stretches for name, shape in s.shapes)
-        return Assignment.of(choose, shapes, world, local)
 
     def _planner(self, sequences: int, rates: Rates) -> Planner:
         found, tokens = self._surveyed(sequences)[1], self.tokens * sequences
