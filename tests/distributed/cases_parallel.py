@@ -18,8 +18,7 @@ import ds_ckpt
 from ds_ckpt.engine import tuner as tuning
 from ds_ckpt.engine.gradients import residual_files
 from tests.distributed import models
-from tests.distributed.cases_levels import hosts
-from tests.distributed.pool import fresh, once
+from tests.distributed.pool import fresh, hosts, once
 from tests.distributed.tensor_parallel import (
     MegatronMpu,
     ParallelModel,

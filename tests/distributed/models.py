@@ -247,3 +247,8 @@ def weights_digest(engine: Any) -> str:
         digest.update(name.encode())
         digest.update(part[:real].contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether it is one of transformers' checkpointed layers."""
+    return any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)

@@ -1,16 +1,18 @@
 """A pool of worker processes that stay up for the whole pytest session.
 
 A `deepspeed` launch costs about 8 s, so the multi-process tests share workers. Each of them has
-torch.distributed (gloo) and DeepSpeed initialised. `pool.run(case, *args)` runs a top-level
-function of a `cases_*.py` module in every worker and returns the results in order of dp_rank.
-A case that raises or hangs fails its test with the workers' words, and the next test gets a new
-pool. What runs inside the workers is in `worker.py`.
+torch.distributed (gloo) and DeepSpeed initialised. A test under `@ranks(2)` runs in two workers,
+with its assertions. `pool.run(case, *args)` runs another top-level function of a module in every
+worker and returns the results in order of dp_rank. What raises or hangs fails its test with the
+workers' words, and the next test gets a new pool. What runs inside the workers is in `worker.py`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import os
 import pickle
 import shutil
@@ -26,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from ds_ckpt.lab.hosts.backends import free_port
 from ds_ckpt.lab.hosts.launcher import lock_cleared_on_failure, remove_shared_buffers
-from tests.distributed.worker import fresh, once
+from tests.distributed.worker import fresh, hosts, once
 
-__all__ = ["Pool", "PoolError", "fresh", "once"]
+__all__ = ["Pool", "PoolError", "fresh", "hosts", "once", "ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 480.0
@@ -39,6 +42,39 @@ START_S = 480.0
 _AFTER_AN_ERROR_S = 5.0
 """Seconds for other ranks to end after one has raised: they may wait for it forever."""
 _LOG_LINES = 80
+
+
+def ranks(*slots: int, timeout: float = 120) -> Callable[[Callable[..., None]], Any]:
+    """Run a test in as many workers, which act as hosts of so many ranks each if there are several.
+
+    Without `slots` they are the argument of this name. Arguments are sent as pickles.
+    """
+
+    def decorate(test: Callable[..., None]) -> Any:
+        signature = inspect.signature(test)
+        takes_slots = "slots" in signature.parameters
+
+        def inside(placed: Sequence[int], arguments: dict[str, Any]) -> None:
+            with hosts(placed) if len(placed) > 1 else contextlib.nullcontext():
+                test(**arguments)
+
+        @functools.wraps(test)
+        def outside(request: pytest.FixtureRequest, **arguments: Any) -> None:
+            placed = slots or arguments["slots"]
+            if not takes_slots:
+                arguments.pop("slots", None)
+            pool = request.getfixturevalue(f"world{sum(placed)}")
+            pool.run(outside, placed, arguments, timeout=timeout)
+
+        names = ["request"] if slots or takes_slots else ["request", "slots"]
+        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        outside.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), *own]
+        )
+        outside.inside = inside  # type: ignore[attr-defined]
+        return outside
+
+    return decorate
 
 
 class PoolError(AssertionError):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed import cases_abandoned as cases
+import ds_ckpt
+from tests.distributed import models
 from tests.distributed.models import topk_section
+from tests.distributed.pool import ranks
+from tests.distributed.training import outcome, running
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "topk": topk_section(topk={"density": 0.05}, min_numel=16),
@@ -18,51 +25,127 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def _micro_step(engine: Any, number: int) -> float:
+    loss = engine(**models.batch("llama", number, dist.get_rank())).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _micro_steps(engine: Any, first: int, end: int) -> list[float]:
+    return [_micro_step(engine, number) for number in range(first, end)]
+
+
+def _interrupt(engine: Any, number: int) -> None:
+    """A micro-step whose backward raises when most buckets are on their way or exchanged."""
+
+    def stop(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop here")
+
+    handle = engine.module.model.embed_tokens.weight.register_hook(stop)
+    with pytest.raises(ValueError, match="stop here"):
+        _micro_step(engine, number)
+    handle.remove()
+
+
 @pytest.mark.parametrize(
     ("method", "accumulation", "options"),
     [("topk", 1, {}), ("powersgd", 2, {}), ("topk", 2, {"bucket": 10**6})],
 )
 @pytest.mark.sampled(1)
+@ranks(2)
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
-    world2: Any, method: str, accumulation: int, options: dict[str, int]
+    method: str, accumulation: int, options: dict[str, int]
 ) -> None:
-    for result in world2.run(cases.tried_again, SECTIONS[method], accumulation, **options):
-        assert result["raised"]
-        assert result["interrupted"] == result["smooth"]
+    """The first micro-step of a step fails in backward and is done again."""
+    results = []
+    for fails in (False, True):
+        with running("llama", SECTIONS[method], accumulation=accumulation, **options) as engine:
+            losses = _micro_steps(engine, 0, 2 * accumulation)
+            if fails:
+                _interrupt(engine, 2 * accumulation)
+            losses += _micro_steps(engine, 2 * accumulation, 4 * accumulation)
+            results.append(outcome(engine, losses))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("method", "bucket"), [("topk", 0), ("powersgd", 2)])
-def test_a_failed_exchange_raises_and_leaves_no_trace(
-    world2: Any, method: str, bucket: int
-) -> None:
-    for result in world2.run(cases.failing_exchange, SECTIONS[method], bucket):
-        assert result["message"] == "no link to host1"
-        assert result["kept"]
-        assert result["failing"] == result["smooth"]
+@ranks(2)
+def test_a_failed_exchange_raises_and_leaves_no_trace(method: str, bucket: int) -> None:
+    """One bucket's exchange raises on every rank; then training goes on."""
+    results = []
+    for fails in (False, True):
+        with running("llama", SECTIONS[method]) as engine:
+            losses = _micro_steps(engine, 0, 2)
+            if fails:
+                exchange = ds_ckpt.session_of(engine).exchange.step
+                reduce, count, before = exchange.reduce, iter(range(10**9)), outcome(engine, [])
+
+                def fail_once(
+                    *args: Any, reduce: Any = reduce, count: Any = count, **kw: Any
+                ) -> Any:
+                    if next(count) == bucket:
+                        raise ConnectionError("no link to host1")
+                    return reduce(*args, **kw)
+
+                exchange.reduce = fail_once
+                with pytest.raises(ConnectionError, match="no link to host1"):
+                    _micro_step(engine, 2)
+                assert outcome(engine, []) == before
+            losses += _micro_steps(engine, 3, 6)
+            results.append(outcome(engine, losses))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
 @pytest.mark.sampled(1)
+@ranks(2)
 def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
-    world2: Any, tmp_path: Path, method: str, what: str
+    tmp_path: Path, method: str, what: str
 ) -> None:
-    section = SECTIONS[method]
-    for result in world2.run(cases.loaded_after, str(tmp_path), section, what):
-        assert result.get("raised", True)
-        assert result["new"]["skipped"] == 0
-        for key in ("losses", "weights", "state"):
-            assert result["amid"][key] == result["new"][key]
+    """Of that step the backward was interrupted, or the first micro-step brought a NaN."""
+    with running("llama", SECTIONS[method], accumulation=2) as engine:
+        _micro_steps(engine, 0, 4)
+        engine.save_checkpoint(str(tmp_path))
+        expected = outcome(engine, _micro_steps(engine, 4, 8))
+        assert engine.skipped_steps == 0
+    with running("llama", SECTIONS[method], accumulation=2) as engine:
+        _micro_steps(engine, 0, 6)
+        if what == "interrupted":
+            _interrupt(engine, 6)
+        else:
+            parameter = engine.module.model.norm.weight
+            handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
+            _micro_step(engine, 6)
+            handle.remove()
+        engine.load_checkpoint(str(tmp_path))
+        engine.micro_steps = 4  # DeepSpeed counts on from where it was
+        assert outcome(engine, _micro_steps(engine, 4, 8)) == expected
 
 
-def test_an_interrupted_save_leaves_no_state_beside_an_earlier_saves_files(
-    world2: Any, tmp_path: Path
-) -> None:
-    for result in world2.run(cases.interrupted_save, str(tmp_path), SECTIONS["topk"]):
-        assert result == {"steps": 1, "residuals": 0}
+@ranks(2)
+def test_an_interrupted_save_leaves_no_state_beside_an_earlier_saves_files(tmp_path: Path) -> None:
+    """The DeepSpeed part of a second save under one tag fails."""
+    with running("llama", SECTIONS["topk"]) as engine:
+        _micro_step(engine, 0)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        _micro_step(engine, 1)
+        full = OSError("no space left")
+        with patch.object(engine, "_save_checkpoint", side_effect=full):
+            with contextlib.suppress(OSError):
+                engine.save_checkpoint(str(tmp_path), tag="t")
+    with running("llama", SECTIONS["topk"]) as engine:
+        engine.load_checkpoint(str(tmp_path), tag="t")
+        assert engine.global_steps == 1
+        assert len(ds_ckpt.session_of(engine).residuals) == 0
 
 
-def test_a_refused_engine_leaves_no_process_group(world2: Any) -> None:
-    section = topk_section(exchange={"levels": 2})
-    for message, left in world2.run(cases.refused_group, section):
-        assert "levels" in message
-        assert left == 0
+@ranks(2)
+def test_a_refused_engine_leaves_no_process_group() -> None:
+    with running("llama") as engine:
+        groups = dist.distributed_c10d._world.pg_map
+        before = len(groups)
+        engine._config._param_dict["ds_ckpt"] = topk_section(exchange={"levels": 2})
+        with pytest.raises(ds_ckpt.UnsupportedError, match="levels"):
+            ds_ckpt.attach(engine)
+        assert len(groups) == before

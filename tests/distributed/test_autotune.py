@@ -7,62 +7,101 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import ds_ckpt
 from ds_ckpt.engine.tuner import COUNTED_STEPS
-from tests.distributed import cases_autotune as cases
-from tests.distributed.cases_precision import on
+from tests.distributed import models
 from tests.distributed.models import quantize_section
+from tests.distributed.pool import ranks
+from tests.distributed.training import running
+
+CYCLE = 2 * (1 + COUNTED_STEPS)
 
 
-@pytest.mark.parametrize("slow", ["ours", "other"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+def _row(slots: list[int], slow: str, **options: Any) -> Any:
+    marks = [pytest.mark.slow] if len(slots) > 1 else []
+    return pytest.param(slots, slow, options, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("slots", "slow", "options"),
+    [
+        _row([2], "ours"),
+        _row([2], "other"),
+        _row([2], "ours", accumulation=2),
+        _row([2], "other", accumulation=2),
+        _row([2, 2], "ours", bf16={"enabled": True}),
+    ],
+)
 @pytest.mark.sampled(2)
+@ranks()
 def test_the_shorter_step_is_chosen_by_all_ranks(
-    world2: Any, tmp_path: Path, slow: str, accumulation: int
+    tmp_path: Path, slow: str, options: dict[str, Any]
 ) -> None:
-    """An accumulated step that is exchanged once is compared with an uncompressed one."""
-    options = {"accumulation": accumulation} if accumulation > 1 else {}
-    other = "uncompressed" if accumulation > 1 else "deepspeed"
-    results = world2.run(cases.tuned, slow, str(tmp_path), process=1, **options)
-    for result in results:
-        assert result["candidates"] == ("compressed", other)
-        assert result["choice"] == (other if slow == "ours" else "compressed")
-        assert result["compresses"] is (slow == "other")
-        assert (result["unsent"] == 0) is (slow == "ours")
-        assert result["after a load"] == (None, "compressed")
-        if other == "deepspeed":
-            assert result["compared"] == COUNTED_STEPS
-            assert result["kept"] == (2 if slow == "ours" else 0)
-        else:
-            assert result["compared"] == result["kept"] == 0
+    """One mode is slow on the last rank's clock: compressed buckets, or those sent uncompressed or
+    by DeepSpeed. An accumulated step that is exchanged once is compared with an uncompressed one.
+    No residual is left when DeepSpeed takes over. A load compares anew."""
+    other = "uncompressed" if "accumulation" in options else "deepspeed"
+    section = quantize_section(exchange={"autotune": True})
+    # one bucket for all, so that each step is one reduction
+    with running("llama", section, bucket=10**9, **options) as engine:
+        gradients = ds_ckpt.session_of(engine).exchange
+        step, tuner = gradients.step, gradients.step.tuner
+        reduce, by_deepspeed = step.reduce, []
+
+        def counted(*args: Any, deepspeed_reduce: Any, **kwargs: Any) -> Any:
+            def reduced(tensors: Any) -> Any:
+                by_deepspeed.append(tensors)
+                return deepspeed_reduce(tensors)
+
+            return reduce(*args, deepspeed_reduce=reduced, **kwargs)
+
+        def seconds() -> float:
+            is_slow = (tuner.current == "compressed") == (slow == "ours")
+            return 3.0 if is_slow and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+
+        step.reduce = counted
+        models.set_clock(tuner, seconds)
+        models.train(engine, "llama", CYCLE)
+        assert len(by_deepspeed) == (COUNTED_STEPS if other == "deepspeed" else 0)
+        by_deepspeed.clear()
+        models.train(engine, "llama", 2, first=400)
+        assert len(by_deepspeed) == (2 if (slow, other) == ("ours", "deepspeed") else 0)
+        unsent = sum(float(r.abs().sum()) for r in gradients.feedback.state_dict().values())
+        assert (unsent == 0) is (slow == "ours")
+        assert tuner.candidates == ("compressed", other)
+        assert tuner.choice == (other if slow == "ours" else "compressed")
+        assert step.is_compressing is (slow == "other")
+        assert gradients.groups.levels == (2 if dist.get_world_size() == 4 else 1)
+        engine.save_checkpoint(str(tmp_path), tag="mine")
+        engine.load_checkpoint(str(tmp_path), tag="mine")
+        assert (tuner.choice, tuner.current) == (None, "compressed")
+        models.train(engine, "llama", 1, first=402)
 
 
-@pytest.mark.slow
-def test_no_residual_is_left_in_bf16_over_two_levels_when_deepspeed_takes_over(
-    world4: Any, tmp_path: Path
-) -> None:
-    results = world4.run(
-        on, [2, 2], cases.tuned, "ours", str(tmp_path), process=3, bf16={"enabled": True}
-    )
-    for result in results:
-        assert result["levels"] == 2
-        assert result["choice"] == "deepspeed"
-        assert result["kept"] == 2
-        assert result["unsent"] == 0
-
-
-def test_monitors_and_the_step_log_get_the_records(world2: Any, tmp_path: Path) -> None:
-    first, other = world2.run(cases.monitored, str(tmp_path), quantize_section())
-    text = " ".join(first["files"])
-    for name in ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire"):
-        assert name in text, first["files"]
-    for outcome in (first, other):
-        plan, *records = outcome["records"]
-        assert plan == json.loads(json.dumps({"plan": outcome["plan"]}))
-        assert {t["name"]: tuple(t["shape"]) for t in plan["plan"]} == outcome["parameters"]
+@ranks(2)
+def test_monitors_and_the_step_log_get_the_records(tmp_path: Path) -> None:
+    telemetry = {"enabled": True, "every_n_steps": 2, "path": str(tmp_path / "steps.jsonl")}
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    section = {**quantize_section(), "telemetry": telemetry}
+    with running("llama", section, csv_monitor=csv) as engine:
+        models.train(engine, "llama", 4)
+        session = ds_ckpt.session_of(engine)
+        own = (tmp_path / f"steps.{dist.get_rank()}.jsonl").read_text().splitlines()
+        first, *records = map(json.loads, own)
+        plan = session.exchange.assignment.records()
+        assert first == json.loads(json.dumps({"plan": plan}))
+        shapes = {n: tuple(p.ds_shape) for n, p in engine.module.named_parameters()}
+        assert {t["name"]: tuple(t["shape"]) for t in plan} == shapes
         assert [record["step"] for record in records] == [2, 4]
         # one method; residuals are 0 at the own shard, so they belong to other ranks
         (norm,) = records[-1]["residual_norm"].values()
-        assert norm == pytest.approx(outcome["residuals"] / outcome["norm"], rel=1e-4)
+        held = sum(float(r.norm()) ** 2 for r in session.residuals.values()) ** 0.5
+        assert norm == pytest.approx(held / float(engine.get_global_grad_norm()), rel=1e-4)
         assert all(0 < error < 1 for error in records[-1]["compression_error"].values())
-    assert "4-bit values in blocks of 64" in first["summary"]
+        assert "4-bit values in blocks of 64" in session.summary
+        text = " ".join(str(path) for path in tmp_path.rglob("*ds_ckpt*"))
+        names = ("compression_error", "residual_norm", "sent_bytes_reduce", "exchange_s_wire")
+        assert dist.get_rank() or all(name in text for name in names), text
+        dist.barrier()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
-from tests.distributed import cases_damage as cases
-from tests.distributed.cases_precision import on
+import ds_ckpt
+from ds_ckpt.sealed import SealedFile, write
+from tests.distributed import models
+from tests.distributed.log_capture import captured_log
 from tests.distributed.models import topk_section
+from tests.distributed.pool import ranks
+from tests.distributed.training import fp16_on_cpu, on_rank_0, outcome, resident_config, running
 
 SECTION = {
     **topk_section(
@@ -17,22 +27,74 @@ SECTION = {
     ),
     "weights": {"resident": True, "deltas": "lossless"},
 }
-FOUND = {"a byte": "checksum", "NaN": "NaN or infinity in", "missing": "_00001_of_00002"}
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 4
+    path.write_bytes(content)
+
+
+def _nan(path: Path) -> None:
+    """Write NaN with a right digest, as a run with wrong values would have saved it."""
+    tensors, metadata = load_file(path), SealedFile(path).metadata
+    next(t for t in tensors.values() if t.is_floating_point()).view(-1)[0] = torch.nan
+    write(path, tensors, metadata)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "checksum": _flip,
+    "NaN or infinity in": _nan,
+    "_00001_of_00002": Path.unlink,
+}
+"""By words of the message: what happens to the second rank's file."""
+
+
+def _digest(engine: Any) -> dict[str, Any]:
+    """Everything that a load may replace."""
+    optimizer, digest = engine.optimizer, hashlib.sha256()
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        digest.update(flat.detach().view(torch.uint8).numpy())
+        for _, value in sorted(optimizer.optimizer.state[flat].items()):
+            digest.update(value.reshape(-1).view(torch.uint8).numpy())
+    counts = engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples
+    found = {"optimizer": digest.hexdigest(), "counts": counts, "scale": optimizer.loss_scale}
+    return {**found, **outcome(engine, [])}
 
 
 @pytest.mark.timeout(300)
-def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(
-    world2: Any, tmp_path: Path
-) -> None:
+@ranks(1, 1, timeout=240)
+def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(tmp_path: Path) -> None:
     """Residuals and factors; training continues to the bit, and another tag loads."""
-    for process in world2.run(cases.refused, str(tmp_path), SECTION, timeout=240):
-        assert process["changed"] == []
-        assert process["smooth"] == process["ill"]
-        assert process["ill loaded"] == {"optimizer": True, "state": True}
-        assert len(process["messages"]) == len(FOUND)
-        for damage, words in process["messages"].items():
-            assert FOUND[damage] in words, damage
-            assert "ds_ckpt_residuals_0000" in words
+    results = []
+    for damages in ({}, DAMAGES):
+        with running("llama", config=resident_config(SECTION)) as engine:
+            models.train(engine, "llama", 2)
+            engine.save_checkpoint(str(tmp_path), tag="good")
+            good = _digest(engine)
+            models.train(engine, "llama", 1, first=2)
+            engine.save_checkpoint(str(tmp_path), tag="bad", client_state={"mine": 1})
+            models.train(engine, "llama", 1, first=3)
+            for words, act in damages.items():
+                _refused(engine, tmp_path, act, words)
+            results.append((models.train(engine, "llama", 2, first=4), _digest(engine)))
+            engine.load_checkpoint(str(tmp_path), tag="good")
+            loaded = _digest(engine)
+            assert all(loaded[key] == good[key] for key in ("optimizer", "state"))
+    assert results[0] == results[1]
+
+
+def _refused(engine: Any, top: Path, act: Callable[[Path], None], words: str) -> None:
+    before = _digest(engine)
+    on_rank_0(lambda: shutil.copytree(top / "bad", top / "whole"))
+    on_rank_0(lambda: act(sorted((top / "bad").glob("ds_ckpt_residuals_*"))[1]))
+    with pytest.raises(ds_ckpt.StateError) as error:
+        engine.load_checkpoint(str(top), tag="bad")
+    assert words in str(error.value)
+    assert "ds_ckpt_residuals_0000" in str(error.value)
+    assert _digest(engine) == before
+    on_rank_0(lambda: shutil.rmtree(top / "bad"))
+    on_rank_0(lambda: (top / "whole").rename(top / "bad"))
 
 
 FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
@@ -49,10 +111,20 @@ FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
     ids=["fp32", "bf16, nothing compressed", "fp16, fixed scale", "fp16, dynamic scale"],
 )
 @pytest.mark.sampled(2)
+@ranks(2)
 def test_a_run_that_skips_every_step_warns_once(
-    world2: Any, section: dict[str, Any], options: dict[str, Any], warns: bool
+    section: dict[str, Any], options: dict[str, Any], warns: bool
 ) -> None:
-    one, other = world2.run(on, [2], cases.skipping, section, **options)
-    assert one["skipped"] == other["skipped"] == 12
-    assert len(one["messages"]) == warns
-    assert other["messages"] == []
+    """One rank's gradients are not finite, in twelve steps."""
+
+    def spoil(engine: Any, step: int, micro: int) -> None:
+        if dist.get_rank() == 1:
+            weight = engine.module.model.norm.weight
+            handle = weight.register_hook(lambda grad: handle.remove() or grad * torch.nan)
+
+    with fp16_on_cpu(), running("llama", section, **options) as engine:
+        with captured_log() as logged:
+            models.train(engine, "llama", 12, spoil=spoil)
+        assert engine.skipped_steps == 12
+    warnings = sum("in a row" in line for line in logged)
+    assert warnings == (warns and dist.get_rank() == 0)

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
 
-from tests.distributed import cases_gather
+import ds_ckpt
+from tests.distributed import models
 from tests.distributed.models import PLAIN, equal
+from tests.distributed.pool import once, ranks
+from tests.distributed.training import running
 
 KINDS = ["llama", "llama-tied", "mixtral", "lora", "plain"]
+COUNTING = {"telemetry": {"enabled": True}}
+
+
+def _block(kind: str) -> dict[str, Any]:
+    named = {"modules": [PLAIN[kind]]} if kind in PLAIN else {}
+    return {"activation": {"policy": "block", **named}}
+
+
+def _backward(engine: Any, kind: str, micro: int) -> float:
+    loss = models.loss_of(engine(**models.batch(kind, micro, dist.get_rank())))
+    engine.backward(loss)
+    return float(loss)
+
+
+@once(when=lambda kind, reuse, mode, *_: mode == "none")
+def _gathers(kind: str, reuse: float, mode: str, steps: int, accumulation: int) -> Any:
+    """Gathers of each parameter in each micro-step, and what is left behind."""
+    section = {**COUNTING, **(_block(kind) if mode == "ours" else {})}
+    found = SimpleNamespace(most=[], mean=[], left=[], stack=[])
+    with running(kind, section, reuse=reuse, accumulation=accumulation) as engine:
+        if mode == "transformers":  # what a user gets from transformers and DeepSpeed alone
+            engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        session = ds_ckpt.session_of(engine)
+        parameters = list(engine.module.named_parameters())
+        for micro in range(steps * accumulation):
+            before = session.counters.snapshot()
+            for act in (lambda micro=micro: _backward(engine, kind, micro), engine.step):
+                act()
+                found.left += [n for n, p in parameters if p.ds_status.name != "NOT_AVAILABLE"]
+            delta = session.counters.snapshot() - before
+            counts = [delta.gathers.get(p.ds_id, 0) for _, p in parameters]
+            found.most.append(max(counts))
+            found.mean.append(sum(counts) / len(counts))
+            found.stack.append(len(parameter_offload.FWD_MODULE_STACK))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -23,53 +65,63 @@ KINDS = ["llama", "llama-tied", "mixtral", "lora", "plain"]
         ),
     ],
 )
-def test_at_most_two_gathers_from_the_first_step(world2: Any, kind: str, reuse: float) -> None:
-    without, ours = (
-        world2.run(cases_gather.gathers, kind, reuse, mode, 3, 1) for mode in ("none", "ours")
-    )
-    for plain, checkpointed in zip(without, ours, strict=True):
-        # tied weights are used at both ends of the model and count twice, in plain ZeRO-3 too
-        limit = max(2, *plain["most"])
-        assert all(most <= limit for most in checkpointed["most"]), checkpointed["most"]
-        assert all(mean <= 2.0 for mean in checkpointed["mean"]) or kind == "llama-tied"
-        assert all(names == [] for names in checkpointed["left"]), checkpointed["left"]
-        assert checkpointed["stack"] == plain["stack"]
+@ranks(2)
+def test_at_most_two_gathers_from_the_first_step(kind: str, reuse: float) -> None:
+    plain, ours = (_gathers(kind, reuse, mode, 3, 1) for mode in ("none", "ours"))
+    # tied weights are used at both ends of the model and count twice, in plain ZeRO-3 too
+    limit = max(2, *plain.most)
+    assert all(most <= limit for most in ours.most), ours.most
+    assert ours.left == []
+    assert ours.stack == plain.stack
     if kind != "llama-tied":
-        assert max(ours[0]["most"]) == 2
+        assert all(mean <= 2.0 for mean in ours.mean)
+        assert max(ours.most) == 2
 
 
-def test_a_limit_of_two_is_news(world2: Any) -> None:
+@ranks(2)
+def test_a_limit_of_two_is_news() -> None:
     """Stock DeepSpeed under transformers' own checkpointing: what the hook is for."""
-    result = world2.run(cases_gather.gathers, "llama", 0, "transformers", 3, 1)[0]
-    assert max(result["most"]) == 3
-    assert all(mean > 2.5 for mean in result["mean"])
-    assert result["stack"][-1] > result["stack"][0]
+    found = _gathers("llama", 0, "transformers", 3, 1)
+    assert max(found.most) == 3
+    assert all(mean > 2.5 for mean in found.mean)
+    assert found.stack[-1] > found.stack[0]
 
 
-def test_every_micro_step_of_an_accumulated_step(world2: Any) -> None:
-    result = world2.run(cases_gather.gathers, "lora", 0, "ours", 2, 3)
-    for process in result:
-        assert max(process["most"]) == 2
-        assert all(names == [] for names in process["left"])
+@ranks(2)
+def test_every_micro_step_of_an_accumulated_step() -> None:
+    found = _gathers("lora", 0, "ours", 2, 3)
+    assert max(found.most) == 2
+    assert found.left == []
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "shared", "nested", "llama-dropout"])
 @pytest.mark.sampled(4)
-def test_gradients_are_bitwise_those_of_no_checkpointing(world2: Any, kind: str) -> None:
-    plain = world2.run(cases_gather.gradients, kind, {})
-    activation: dict[str, Any] = {"policy": "block"}
-    if kind in PLAIN:
-        activation["modules"] = [PLAIN[kind]]
-    ours = world2.run(cases_gather.gradients, kind, activation)
-    for expected, got in zip(plain, ours, strict=True):
-        assert not expected["active"]
-        assert got["active"]
-        assert expected["losses"] == got["losses"]
-        assert any(g.abs().sum() > 0 for g in expected["gradients"])
-        assert equal(expected["gradients"], got["gradients"])
+@ranks(2)
+def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str) -> None:
+    results = []
+    for section in ({}, _block(kind)):
+        losses, gradients = [], []
+        with running(kind, section, reuse=0) as engine:
+            assert (ds_ckpt.session_of(engine) is not None) == bool(section)
+            for step in range(2):
+                torch.manual_seed(step + dist.get_rank())
+                losses.append(_backward(engine, kind, step))
+                gradients += models.gradients(engine)
+                engine.step()
+        results.append((losses, gradients))
+    (plain_losses, plain), (losses, gradients) = results
+    assert losses == plain_losses
+    assert any(g.any() for g in plain)
+    assert equal(gradients, plain)
 
 
-def test_the_module_stack_does_not_grow_over_a_hundred_steps(world2: Any) -> None:
-    for process in world2.run(cases_gather.many_steps, 100):
-        assert process["heights"][0] == process["heights"][1]
-        assert process["kept"] == 0
+@ranks(2)
+def test_the_module_stack_does_not_grow_over_a_hundred_steps() -> None:
+    heights = []
+    with running("plain", {**COUNTING, **_block("plain")}, reuse=0) as engine:
+        for step in range(100):
+            _backward(engine, "plain", step)
+            engine.step()
+            heights.append(len(parameter_offload.FWD_MODULE_STACK))
+        assert heights[0] == heights[-1]
+        assert len(ds_ckpt.session_of(engine)._gather._kept) == 0

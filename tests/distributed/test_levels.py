@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import cases_levels as cases
+import ds_ckpt
+from ds_ckpt.engine.gradients import shapes_of
+from tests.distributed import models
 from tests.distributed.models import quantize_section, topk_section
+from tests.distributed.pool import hosts, ranks
+from tests.distributed.training import DENSE, conservation, running, trained, unsent
 
-TWO = [2, 2]
 SLOW = pytest.mark.slow
 SECTIONS = {
     "topk": topk_section(topk={"density": 0.05}),
@@ -26,53 +29,67 @@ SECTIONS = {
     ("section", "accumulation"),
     [("both", 2), pytest.param("topk", 2, marks=SLOW), pytest.param("powersgd", 1, marks=SLOW)],
 )
-def test_nothing_is_lost(world4: Any, section: str, accumulation: int) -> None:
-    for process in world4.run(cases.conservation, TWO, SECTIONS[section], 3, accumulation):
-        assert process["levels"] == 2
-        assert process["unsent"] > 0
-        assert process["worst"] < 3e-5
+@ranks(2, 2)
+def test_nothing_is_lost(section: str, accumulation: int) -> None:
+    worst, compressed = conservation("llama", SECTIONS[section], 3, accumulation, levels=2)
+    assert compressed > 0
+    assert worst < 3e-5
 
 
-def test_dense_over_two_levels_trains_like_deepspeed(world4: Any) -> None:
-    baseline = world4.run(cases.run, [4], "llama", {}, 4)
-    ours = world4.run(cases.run, TWO, "llama", {"compression": {"method": "dense"}}, 4)
-    for expected, got in zip(baseline, ours, strict=True):
-        assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+@ranks(2, 2)
+def test_dense_over_two_levels_trains_like_deepspeed() -> None:
+    expected = trained("llama", {}, 4).losses
+    with running("llama", DENSE) as engine:
+        assert models.train(engine, "llama", 4) == pytest.approx(expected, abs=1e-4)
 
 
-def test_residuals_are_divided_by_the_ranks_of_a_node(world4: Any) -> None:
-    section = quantize_section()
-    for two, one in zip(
-        world4.run(cases.entries_held, TWO, section),
-        world4.run(cases.entries_held, [4], section),
-        strict=True,
-    ):
-        assert one["held"] == one["whole"]
-        assert two["held"] == pytest.approx(two["whole"] / 2, rel=0.02)
-        assert "gradient bytes between nodes" in two["summary"]
-        assert "gradient bytes between ranks" in one["summary"]
+def _entries_held(section: dict[str, Any]) -> tuple[int, int, str]:
+    """Entries of residuals that this process holds, those of their parameters, and the summary."""
+    with running("llama", section) as engine:
+        session = ds_ckpt.session_of(engine)
+        models.train(engine, "llama", 2)
+        held = sum(r.numel() for r in session.residuals.values())
+        whole = sum(s.numel() for n, s, _ in shapes_of(engine) if n in session.residuals)
+        return held, whole, session.summary
 
 
-def test_hosts_that_allow_no_two_levels(world4: Any) -> None:
-    for message in world4.run(cases.refused, [1, 3]):
-        assert "$.ds_ckpt.compression.exchange.levels" in message
-        assert "unequal numbers of ranks (1, 3)" in message
-    one = world4.run(cases.entries_held, [1, 3], SECTIONS["topk"])[0]
-    assert one["held"] == one["whole"]
+@pytest.mark.parametrize(
+    ("slots", "share", "between"), [([2, 2], 0.5, "nodes"), ([4], 1.0, "ranks")], ids=str
+)
+@ranks()
+def test_residuals_are_divided_by_the_ranks_of_a_node(share: float, between: str) -> None:
+    held, whole, summary = _entries_held(quantize_section())
+    assert held == pytest.approx(share * whole, rel=0.02 if share < 1 else 0)
+    assert f"gradient bytes between {between}" in summary
 
 
+@ranks(1, 3)
+def test_hosts_that_allow_no_two_levels() -> None:
+    section = topk_section(exchange={"levels": 2})
+    with pytest.raises(ds_ckpt.UnsupportedError) as error, running("llama", section):
+        pass
+    assert "$.ds_ckpt.compression.exchange.levels" in str(error.value)
+    assert "unequal numbers of ranks (1, 3)" in str(error.value)
+    held, whole, _ = _entries_held(SECTIONS["topk"])
+    assert held == whole
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [([2, 2], [4]), ([4], [2, 2]), ([2, 2], [2, 2])], ids=str
+)
+@ranks(4)
 def test_a_checkpoint_with_two_levels_keeps_residuals_on_the_same_nodes_alone(
-    world4: Any, tmp_path: Path
+    tmp_path: Path, start: list[int], end: list[int]
 ) -> None:
-    for start, end in ((TWO, [4]), ([4], TWO), (TWO, TWO)):
-        folder = str(tmp_path / f"{len(start)}to{len(end)}")
-        saved = world4.run(cases.save, start, folder, SECTIONS["both"], 3)[0]
-        loaded, losses = world4.run(cases.load, end, folder, SECTIONS["both"])[0]
-        assert any(total.abs().sum() > 0 for total in saved.values())
-        if start != end:
-            assert loaded == {}
-        else:
-            assert saved.keys() == loaded.keys()
-            for name, total in saved.items():
-                assert torch.allclose(loaded[name], total, rtol=1e-6, atol=1e-9)
-        assert all(loss == loss for loss in losses)
+    with hosts(start), running("llama", SECTIONS["both"]) as engine:
+        models.train(engine, "llama", 3)
+        engine.save_checkpoint(str(tmp_path))
+        saved = unsent(engine)
+        assert any(total.any() for total in saved.values())
+    with hosts(end), running("llama", SECTIONS["both"]) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        loaded = unsent(engine)
+        assert loaded.keys() == (saved.keys() if start == end else set())
+        for name, total in loaded.items():
+            assert torch.allclose(saved[name], total, rtol=1e-6, atol=1e-9)
+        assert all(loss == loss for loss in models.train(engine, "llama", 2, first=10))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import cases_compression as cases
-from tests.distributed import cases_resume
+import ds_ckpt
 from tests.distributed.models import topk_section
+from tests.distributed.pool import ranks
+from tests.distributed.training import check_non_finite, check_resume, conservation, running
 
 
 def low_rank(rank: int = 2, **compression: Any) -> dict[str, Any]:
@@ -29,42 +30,35 @@ def by_rules(metric: str) -> dict[str, Any]:
 SECTIONS = {"powersgd": low_rank(), "by rules": by_rules("steps")}
 
 
-@pytest.mark.parametrize(
-    ("section", "world"), [*((s, "world2") for s in SECTIONS), ("powersgd", "world4")]
-)
+@pytest.mark.parametrize(("section", "slots"), [*((s, [2]) for s in SECTIONS), ("powersgd", [4])])
 @pytest.mark.sampled(2)
-def test_nothing_is_lost(request: pytest.FixtureRequest, world: str, section: str) -> None:
-    chosen = SECTIONS[section]
-    for process in request.getfixturevalue(world).run(cases.conservation, "llama", chosen, 4):
-        assert process["compressed"] > 3
-        assert process["worst"] < 3e-5
+@ranks()
+def test_nothing_is_lost(section: str) -> None:
+    worst, compressed = conservation("llama", SECTIONS[section], 4)
+    assert compressed > 3
+    assert worst < 3e-5
 
 
-@pytest.mark.parametrize("section", ["powersgd", "by rules"])
+@pytest.mark.parametrize("section", list(SECTIONS))
 @pytest.mark.sampled(1)
-def test_non_finite_passes_through(world2: Any, section: str) -> None:
+@ranks(2)
+def test_non_finite_passes_through(section: str) -> None:
     where = (1, 1, "model.layers.1.mlp.down_proj.weight")
-    for process in world2.run(cases.poisoned, SECTIONS[section], float("inf"), where, 2):
-        assert process["skipped"]
-        assert process["held"] > 3
-        assert process["equal"]
-        assert process["losses"] == process["expected"]
+    check_non_finite(SECTIONS[section], float("inf"), where, 2)
 
 
 @pytest.mark.parametrize("section", [low_rank(), by_rules("energy")], ids=["powersgd", "by rules"])
 @pytest.mark.sampled(1)
-def test_resume_on_the_same_world_is_bit_exact(
-    world2: Any, tmp_path: Path, section: dict[str, Any]
-) -> None:
+@ranks(2)
+def test_resume_on_the_same_world_is_bit_exact(tmp_path: Path, section: dict[str, Any]) -> None:
     """The metric of steps is not saved, so a run that uses it does not resume to the bit."""
-    folder = str(tmp_path)
-    whole = world2.run(cases_resume.train, section, 6, 3, folder)
-    assert world2.run(cases_resume.resume, folder, section, 3, 6) == whole
-    assert whole[0]["factors"] > 3
+    assert check_resume(tmp_path, section)["factors"] > 3
 
 
-def test_a_rule_that_takes_nothing_is_refused_by_its_place(world2: Any) -> None:
+@ranks(2)
+def test_a_rule_that_takes_nothing_is_refused_by_its_place() -> None:
     section = low_rank(rules=[{"match": "*.missing.*", "method": "topk"}])
-    for message in world2.run(cases.start_error, section):
-        assert "$.ds_ckpt.compression.rules[0]" in message
-        assert "embed_tokens" in message
+    with pytest.raises(ds_ckpt.DsCkptError) as error, running("llama", section):
+        pass
+    assert "$.ds_ckpt.compression.rules[0]" in str(error.value)
+    assert "embed_tokens" in str(error.value)

@@ -2,28 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ds_ckpt.lab.measure.findings import _interface_excess
 from ds_ckpt.lab.measure.samples import Store, Trial
-from ds_ckpt.lab.measure.spec import Spec
-from tests.distributed import cases_measure as cases
+from ds_ckpt.lab.measure.spec import Configuration, Spec
+from ds_ckpt.lab.measure.worker import EngineRun, Worker, of_ids
+from ds_ckpt.lab.workload import Corpus
+from tests.distributed.pool import ranks
+
+SHAPE = {"hidden_size": 32, "layers": 1, "intermediate_size": 64, "heads": 2}
 
 
-def test_engines_beside_hpz_keep_what_is_theirs(world4: Any) -> None:
-    """DeepSpeed has one hpZ group for the whole program, and takes it for every later engine."""
-    shares = {"none/stock": 0.25, "none/stock/hpz": 0.25 + 0.5, "none/stock/zero2": 1.0}
-    names = ["none/stock/hpz", "none/stock", "none/stock/zero2"]
-    for found in world4.run(cases.stored_weights, names):
-        assert found == pytest.approx(shares, rel=0.02)
+@ranks(4)
+def test_engines_beside_hpz_keep_what_is_theirs() -> None:
+    """DeepSpeed has one hpZ group for the whole program, and takes it for every later engine.
+
+    Shares of the weights that a process stores, on two hosts of two.
+    """
+    shares = {"none/stock/hpz": 0.25 + 0.5, "none/stock": 0.25, "none/stock/zero2": 1.0}
+    spec = Spec(hosts=2, slots=2, bf16=True, batch=1, tokens=8, shape=SHAPE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch = [of_ids(torch.randint(0, 256, (1, 8), generator=generator))]
+    running = {name: EngineRun(Configuration.of(name), spec) for name in shares}
+    found = {}
+    for name, one in running.items():
+        one.step(batch)
+        whole = sum(getattr(p, "ds_numel", p.numel()) for p in one.engine.module.parameters())
+        found[name] = one.stored_weight_bytes / (2 * whole)
+        one.end()
+    assert found == pytest.approx(shares, rel=0.02)
+
+
+@contextlib.contextmanager
+def _traffic(limit_s: float = 60.0) -> Iterator[None]:
+    """Send over 127.0.0.1, at most 30 MB/s, beside what runs inside."""
+    stop, ends_s, chunk = threading.Event(), time.monotonic() + limit_s, b"x" * (1 << 16)
+
+    def send() -> None:
+        while not stop.wait(0.002) and time.monotonic() < ends_s:
+            sender.sendall(chunk)
+            receiver.recv(len(chunk), socket.MSG_WAITALL)
+
+    with contextlib.ExitStack() as sockets:
+        server = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sender = sockets.enter_context(socket.create_connection(server.getsockname()))
+        receiver = sockets.enter_context(server.accept()[0])
+        thread = threading.Thread(target=send)
+        thread.start()
+        sockets.callback(thread.join)
+        sockets.callback(stop.set)
+        yield
+
+
+def _trials(folder: str) -> None:
+    """Measure two configurations: repetition 0 alone, 1 beside another program's traffic."""
+    shape = {**SHAPE, "hidden_size": 128, "intermediate_size": 344}
+    spec = Spec("loopback", hosts=1, slots=2, batch=1, tokens=8, steps=2, shape=shape)
+    worker = Worker(spec, Corpus("", bytes(range(256)) * 4, b""), MagicMock(folder=Path(folder)))
+    for name in ("block/dense", "block/topk"):
+        one = EngineRun(Configuration.of(name), spec)
+        for repetition in (0, 1):
+            sends = repetition == 1 and dist.get_rank() == 0
+            with _traffic() if sends else contextlib.nullcontext():
+                worker._measure_trial(one, None, repetition)
+        one.end()
 
 
 def test_other_programs_traffic_moves_no_byte_and_is_reported(world2: Any, tmp_path: Path) -> None:
     """Their bytes pass the same loopback interface."""
-    world2.run(cases.trials_beside_traffic, str(tmp_path))
+    world2.run(_trials, str(tmp_path))
     found = {s.key[1::2]: s for s in Store(tmp_path).read() if isinstance(s, Trial)}
     spec = Spec("loopback", hosts=1, slots=2)
     for name in ("block/dense", "block/topk"):

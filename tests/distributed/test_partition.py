@@ -6,16 +6,37 @@ whose processes do not hold the same is refused in all of them.
 
 from __future__ import annotations
 
-import re
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.distributed import cases_partition as cases
+import ds_ckpt
+from ds_ckpt.telemetry import Counters
+from ds_ckpt.telemetry.counters import PartitionCounters, Purpose
+from tests.distributed import models
 from tests.distributed.models import equal
+from tests.distributed.pool import fresh, once, ranks
+from tests.distributed.tensor_parallel import (
+    MegatronMpu,
+    ParallelModel,
+    across,
+    auto_tp,
+    mpu_forgotten,
+    neighbours,
+)
+from tests.distributed.training import of_all_ranks
+from tests.unit.offload_models import device_bytes, host_bytes
 
 HIDDEN = 2 * 12 * 32 * 4
-"""Bytes of one boundary of the models here: 2 sequences of 12 tokens, width 32, fp32."""
+"""Bytes of one boundary of AutoTP's models here: 2 sequences of 12 tokens, width 32, fp32."""
+MEGATRONS = 2 * 5 * 16 * 4
+"""Bytes of one boundary of the Megatron-style model."""
+SLOW = pytest.mark.slow
 
 
 def _sections(**own: Any) -> dict[str, Any]:
@@ -25,114 +46,259 @@ def _sections(**own: Any) -> dict[str, Any]:
     }
 
 
-def _check(world: Any, kind: str, size: int, sections: dict[str, Any], **how: Any) -> list[Any]:
-    plain = world.run(cases.auto, kind, size, {}, timeout=240, **how)
-    ours = world.run(cases.auto, kind, size, sections, timeout=240, **how)
-    for none, split in zip(plain, ours, strict=True):
-        assert split["losses"] == none["losses"]
-        assert equal(split["gradients"], none["gradients"])
-        assert split["alive"] == [0, 0]  # whole, none of the boundaries is anywhere
-        assert split["left_over"] == (0, 0)
-    return list(ours)
+def _build(kind: str, dropout: float) -> torch.nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "attention_dropout": dropout,
+        "use_cache": False,
+    }
+    torch.manual_seed(0)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    config = transformers.GPTNeoXConfig(hidden_dropout=dropout, **sizes)
+    return transformers.GPTNeoXForCausalLM(config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "neox"])
-def test_autotp_with_two_processes(world2: Any, kind: str) -> None:
-    for split in _check(world2, kind, 2, _sections()):
-        assert split["whole"] == [3 * HIDDEN] * 2
-        boundaries = [k for k in split["kept"][0] if "." in k]
-        assert split["kept"] == [dict.fromkeys(boundaries, HIDDEN // 2)] * 2
-        assert len(boundaries) == 3
-        # the parts of 3 checkpointed inputs, and the rank-consistency check's 3 numbers
-        assert split["sent"] == 3 * HIDDEN // 2 + 24
-        assert split["late"] == 1
-        assert re.search("inputs.* split over the tensor-parallel group", split["summary"])
+def _tokens(replica: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    tokens = torch.randint(0, 64, (2, 12), generator=generator)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 6:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_autotp_with_four_processes(world4: Any, size: int) -> None:
-    for split in _check(world4, "llama", size, _sections()):
-        assert split["kept"] == [{f"model.layers.{i}": HIDDEN // size for i in range(3)}] * 2
-        assert split["sent"] == (size - 1) * (3 * HIDDEN // size + 24)
+@once(when=lambda kind, size, sections, **how: not sections)
+def _auto(
+    kind: str,
+    size: int,
+    sections: dict[str, Any],
+    *,
+    dropout: float = 0.0,
+    seeds: str = "equal",
+    twice: bool = False,
+) -> Any:
+    """Two steps under AutoTP and ZeRO-3: gradients, what was kept, what was sent.
+
+    Args:
+        seeds: "equal" in the whole tensor-parallel group, or "different" in each process.
+        twice: two forwards before a backward, and the second graph's backward twice.
+    """
+    fresh()
+    with auto_tp(size):
+        model = _build(kind, dropout)
+        config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
+        engine, *_ = ds_ckpt.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+        try:
+            return _train(engine, size, seeds, twice)
+        finally:
+            engine.destroy()
 
 
-def test_autotp_with_offload_and_everything_split(world2: Any) -> None:
-    own = {"partition_min_bytes": 0, "offload_min_bytes": 0}
-    sections = _sections(**own)
-    sections["activation_checkpointing"] |= {"cpu_checkpointing": True}
-    for split in _check(world2, "llama", 2, sections):
-        # two of three boundaries go out and come back, in each of the two steps
-        assert split["out"] == 2 * 2
-        assert split["kept"][0]["model.layers.1"] == HIDDEN // 2
-        assert split["kept"][0]["model.layers.0"] > HIDDEN // 2  # with the rotary tables
+def _train(engine: Any, size: int, seeds: str, twice: bool) -> Any:
+    engine.train()
+    session = ds_ckpt.session_of(engine)
+    inputs: list[tuple[int, StorageWeakRef]] = []
+
+    def see(_: Any, args: Any) -> None:
+        storage = args[0].untyped_storage()
+        inputs.append((storage.nbytes(), StorageWeakRef(storage)))
+
+    layers = [m for m in engine.module.modules() if models.is_layer(m)]
+    handles = [layer.register_forward_pre_hook(see) for layer in layers]
+    replica = dist.get_rank() // size
+    found = SimpleNamespace(gradients=[], losses=[], alive=[], kept=[], whole=[])
+    found.summary = session.summary if session else ""
+    counters = session.counters if session else Counters()
+    for step in range(2):
+        seed = 31 * step + replica
+        torch.manual_seed(seed if seeds == "equal" else 1000 * seed + dist.get_rank())
+        inputs.clear()
+        before = counters.snapshot()
+        extra = engine(**_tokens(replica, step + 50)).loss if twice else 0.0
+        held = len(inputs)
+        loss = engine(**_tokens(replica, step)).loss
+        found.alive.append(sum(not ref.expired() for _, ref in inputs[held:]))
+        found.whole.append(sum(nbytes for nbytes, _ in inputs[held:]))
+        store = session._inputs.store if session and session._inputs else None
+        partition = session.partition if session else None
+        found.kept.append(dict(partition.kept_bytes) if partition else {})
+        loss = loss + extra
+        engine.backward(loss)
+        found.losses.append(float(loss))
+        found.gradients += models.gradients(engine)
+        found.sent = (counters.snapshot() - before).bytes_sent[Purpose.PARTITION]
+        engine.step()
+        if partition is not None:
+            found.late = partition.late
+            session._inputs.partition.counters = PartitionCounters()
+        del loss, extra
+    for handle in handles:
+        handle.remove()
+    if store is not None:
+        found.left_over = (device_bytes(store), host_bytes(store))
+        found.out = store.counters.out.total()
+    return found
 
 
-def test_two_forwards_before_a_backward(world2: Any) -> None:
-    _check(world2, "llama", 2, _sections(partition_min_bytes=0), twice=True)
-
-
-def test_dropout_is_replayed_where_the_group_draws_the_same(world2: Any) -> None:
-    for split in _check(world2, "neox", 2, _sections(), dropout=0.2):
-        assert split["kept"][0]
-    without = world2.run(cases.auto, "neox", 2, {}, timeout=240)
-    assert without[0]["losses"] != split["losses"]
-
-
-def test_dropout_that_differs_over_the_group_is_found(world2: Any) -> None:
-    words = world2.run(cases.different_seeds, "neox", 0.2, timeout=240)
-    for word in words:
-        assert "other values on some of the ranks 0, 1" in word
-        assert "equal seeds for dropout" in word
-    assert words[0] == words[1]
-    # without dropout seeds change nothing
-    assert world2.run(cases.different_seeds, "neox", 0.0, timeout=240) == ["", ""]
+def _check(kind: str, size: int, sections: dict[str, Any], **how: Any) -> Any:
+    plain, split = _auto(kind, size, {}, **how), _auto(kind, size, sections, **how)
+    assert split.losses == plain.losses
+    assert equal(split.gradients, plain.gradients)
+    assert split.alive == [0, 0]  # whole, none of the boundaries is anywhere
+    assert split.left_over == (0, 0)
+    return split
 
 
 @pytest.mark.parametrize(
-    ("world", "way", "dropout"),
-    [("world2", "initialize", 0.3), ("world2", "old", 0.0), ("world4", "attach", 0.3)],
-)
-def test_a_megatron_style_mpu(
-    request: pytest.FixtureRequest, world: str, way: str, dropout: float
-) -> None:
-    pool = request.getfixturevalue(world)
-    own = {"modules": ["ParallelBlock"], "partition_min_bytes": 2 * 5 * 16 * 4}
-    none = {"ds_ckpt": {"activation": {"policy": "none"}}}
-    plain = pool.run(cases.megatron, 2, none, dropout=dropout)
-    ours = pool.run(cases.megatron, 2, _sections(**own), way=way, dropout=dropout)
-    for one, split in zip(plain, ours, strict=True):
-        assert one["loss"] == split["loss"]
-        assert equal(one["gradients"], split["gradients"])
-        assert split["kept"] == {f"blocks.{i}": 2 * 5 * 16 * 4 // 2 for i in range(3)}
-    if pool.world == 4:  # two replicas of other data
-        assert ours[0]["loss"] == ours[1]["loss"] != ours[2]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
+    ("slots", "kind", "size"),
     [
-        ("none", ["no tensor-parallel group", "data-parallel", "autotp_size"]),
-        ("one", ["one rank in the tensor-parallel group"]),
+        pytest.param([2], "llama", 2, marks=SLOW),
+        pytest.param([2], "neox", 2, marks=SLOW),
+        pytest.param([4], "llama", 2, marks=SLOW),
+        ([4], "llama", 4),
     ],
 )
-def test_groups_that_hold_other_tensors_are_refused(
-    world2: Any, how: str, words: list[str]
-) -> None:
-    messages = world2.run(cases.refused, how)
-    assert len(messages) == 2
-    for text in messages:
-        assert "$.ds_ckpt.activation.partition:" in text
-        assert [word for word in words if word not in text] == []
+@ranks(timeout=240)
+def test_autotp(kind: str, size: int) -> None:
+    split = _check(kind, size, _sections())
+    assert split.whole == [3 * HIDDEN] * 2
+    boundaries = [name for name in split.kept[0] if "." in name]
+    assert len(boundaries) == 3
+    assert split.kept == [dict.fromkeys(boundaries, HIDDEN // size)] * 2
+    # the parts of 3 checkpointed inputs, and the rank-consistency check's 3 numbers
+    assert split.sent == (size - 1) * (3 * HIDDEN // size + 24)
+    assert split.late == 1
+    summary = split.summary.partition("inputs")[2]
+    assert "split over the tensor-parallel group" in summary
+
+
+@ranks(2, timeout=240)
+def test_autotp_with_offload_and_everything_split() -> None:
+    sections = _sections(partition_min_bytes=0, offload_min_bytes=0)
+    sections["activation_checkpointing"] |= {"cpu_checkpointing": True}
+    split = _check("llama", 2, sections)
+    # two of three boundaries go out and come back, in each of the two steps
+    assert split.out == 2 * 2
+    assert split.kept[0]["model.layers.1"] == HIDDEN // 2
+    assert split.kept[0]["model.layers.0"] > HIDDEN // 2  # with the rotary tables
+
+
+@ranks(2, timeout=240)
+def test_two_forwards_before_a_backward() -> None:
+    _check("llama", 2, _sections(partition_min_bytes=0), twice=True)
+
+
+@ranks(2, timeout=240)
+def test_dropout_is_replayed_where_the_group_draws_the_same() -> None:
+    split = _check("neox", 2, _sections(), dropout=0.2)
+    assert split.kept[0]
+    assert _auto("neox", 2, {}).losses != split.losses
+
+
+@ranks(2, timeout=240)
+def test_dropout_that_differs_over_the_group_is_found() -> None:
+    sections = _sections(partition_min_bytes=0)
+    # without dropout seeds change nothing
+    _auto("neox", 2, sections, dropout=0.0, seeds="different")
+    with pytest.raises(ds_ckpt.DsCkptError) as error:
+        _auto("neox", 2, sections, dropout=0.2, seeds="different")
+    assert "other values on some of the ranks 0, 1" in str(error.value)
+    assert "equal seeds for dropout" in str(error.value)
+    one, other = of_all_ranks(str(error.value))
+    assert one == other
+
+
+def _megatron(mpu: Any, model: Any, sections: dict[str, Any], *, way: str = "initialize") -> Any:
+    """An engine of a Megatron-style model.
+
+    Args:
+        way: "attach" to an engine that knows of its mpu only through `attach`; else it is handed
+            over at the start.
+    """
+    config = models.zero3_config(reuse=0, **sections)
+    given = {"model": model, "model_parameters": list(model.parameters()), "config": config}
+    if way == "attach":
+        engine, *_ = deepspeed.initialize(**given, mpu=mpu)
+        engine.mpu = None
+        ds_ckpt.attach(engine, mpu=mpu)
+    else:
+        engine, *_ = ds_ckpt.initialize(**given, mpu=mpu)
+    engine.train()
+    return engine
 
 
 @pytest.mark.parametrize(
-    ("world", "what"), [("world2", "data"), ("world2", "length"), ("world4", "blocks")]
+    ("slots", "way", "dropout"),
+    [([2], "initialize", 0.3), ([2], "old", 0.0), ([4], "attach", 0.3)],
 )
-def test_data_parallel_processes_in_disguise_are_found(
-    request: pytest.FixtureRequest, world: str, what: str
-) -> None:
-    messages = request.getfixturevalue(world).run(cases.disguised, what, timeout=60)
-    for text in messages:
-        assert "checkpointed inputs cannot be split over this group" in text
-        assert "on some of the ranks 0, 1" in text
+@ranks()
+def test_a_megatron_style_mpu(way: str, dropout: float) -> None:
+    """One step; an old Megatron's mpu has other names."""
+    results, replica = [], dist.get_rank() // 2
+    none = {"ds_ckpt": {"activation": {"policy": "none"}}}
+    ours = _sections(modules=["ParallelBlock"], partition_min_bytes=MEGATRONS)
+    for sections, how in ((none, "initialize"), (ours, way)):
+        fresh()
+        mpu = MegatronMpu(neighbours(2), across(2), old=how == "old")
+        with mpu_forgotten():
+            model = ParallelModel(mpu.get_model_parallel_group(), dropout=dropout)
+            engine = _megatron(mpu, model, sections, way=how)
+            torch.manual_seed(replica)
+            x = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(replica))
+            session, loss = ds_ckpt.session_of(engine), engine(x)
+            kept = dict(session.partition.kept_bytes) if sections is ours else {}
+            engine.backward(loss)
+            results.append((float(loss), models.gradients(engine)))
+            engine.step()
+            engine.destroy()
+    (expected, gradients), (loss, split) = results
+    assert loss == expected
+    assert equal(gradients, split)
+    assert kept == {f"blocks.{i}": MEGATRONS // 2 for i in range(3)}
+    losses = of_all_ranks(loss)
+    if len(losses) == 4:  # two replicas of other data
+        assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, ["no tensor-parallel group", "data-parallel", "autotp_size"]),
+        (1, ["one rank in the tensor-parallel group"]),
+    ],
+)
+@ranks(2)
+def test_groups_that_hold_other_tensors_are_refused(size: int, words: list[str]) -> None:
+    mpu = MegatronMpu(neighbours(1), neighbours(dist.get_world_size())) if size else None
+    own = {"policy": "block", "partition": True, "modules": ["ParallelBlock"]}
+    with mpu_forgotten(), pytest.raises(ds_ckpt.DsCkptError) as error:
+        _megatron(mpu, ParallelModel(None), {"ds_ckpt": {"activation": own}})
+    assert "$.ds_ckpt.activation.partition:" in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(("slots", "what"), [([2], "data"), ([2], "length"), ([4], "blocks")])
+@ranks(timeout=60)
+def test_data_parallel_processes_in_disguise_are_found(what: str) -> None:
+    """An mpu calls ranks tensor-parallel that have other values, shapes or numbers of blocks."""
+    world, me = dist.get_world_size(), dist.get_rank()
+    sections = _sections(modules=["ParallelBlock"], partition_min_bytes=0)
+    with mpu_forgotten():
+        model = ParallelModel(None, blocks=3 + (me if what == "blocks" else 0))
+        engine = _megatron(MegatronMpu(neighbours(world), neighbours(1)), model, sections)
+        seed = torch.Generator().manual_seed(me if what == "data" else 0)
+        x = torch.randn(2, 5 + (me if what == "length" else 0), 7, generator=seed)
+        with pytest.raises(ds_ckpt.DsCkptError) as error:
+            engine.backward(engine(x))
+        engine.destroy()
+    assert "checkpointed inputs cannot be split over this group" in str(error.value)
+    assert "on some of the ranks 0, 1" in str(error.value)

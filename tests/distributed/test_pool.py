@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from tests.distributed import cases_pool
-from tests.distributed.pool import Pool, PoolError
+from tests.distributed.pool import Pool, PoolError, ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,32 +21,48 @@ def pool() -> Iterator[Pool]:
     own.stop()
 
 
+@ranks(2)
+def _wrong_on(victim: int) -> None:
+    rank = dist.get_rank()
+    assert rank != victim
+    dist.barrier()
+
+
+def _hang_in_a_loop() -> None:
+    """Each process hangs, with a child beside it that is in another process group."""
+    print("about to hang", flush=True)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True):
+        while True:
+            time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_an_error_is_reported_while_the_others_wait(pool: Pool) -> None:
     victim = 1
-    pool.run(cases_pool.rank)
+    assert pool.run(dist.get_rank) == [0, 1]
     pids = pool.pids
     started = time.monotonic()
     with pytest.raises(PoolError) as caught:
-        pool.run(cases_pool.raise_in, victim, timeout=60)
+        pool.run(_wrong_on, [2], {"victim": victim}, timeout=60)
     assert time.monotonic() - started < 20
     assert f"process {victim} raised" in str(caught.value)
-    assert f"ValueError: wrong in process {victim}" in str(caught.value)
-    assert "cases_pool.py" in str(caught.value)
+    assert "assert rank != victim" in str(caught.value)
+    assert f"victim = {victim}" in str(caught.value)
+    assert "test_pool.py" in str(caught.value)
     assert not any(_alive(pid) for pid in pids)
 
 
 def test_a_hang_is_killed_in_time_with_its_children(pool: Pool) -> None:
-    pool.run(cases_pool.rank)
+    assert pool.run(dist.get_rank) == [0, 1]
     family = pool.pids
     started = time.monotonic()
     with pytest.raises(PoolError) as caught:
-        pool.run(cases_pool.hang_in_a_loop, timeout=2)
+        pool.run(_hang_in_a_loop, timeout=2)
     assert time.monotonic() - started < 8
     message = str(caught.value)
     assert "no answer within 2 s" in message
     assert message.count("about to hang") == 2  # each log
-    assert message.count("in hang_in_a_loop") >= 2  # each stack
+    assert message.count("in _hang_in_a_loop") >= 2  # each stack
     family += [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
     assert not any(_alive(pid) for pid in family)
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed import cases_compression, cases_resume
-from tests.distributed.cases_precision import on, preallocated
+from ds_ckpt.engine import gradients, resident_weights
+from ds_ckpt.engine.step import StepState
+from ds_ckpt.zero3.weights_hook import WeightsHook
+from tests.distributed import models
 from tests.distributed.models import quantize_section, topk_section
+from tests.distributed.pool import ranks
+from tests.distributed.training import (
+    check_no_trace,
+    check_non_finite,
+    check_resume,
+    fp16_on_cpu,
+    largest_gap,
+    trained,
+)
 
 # Hysteresis: the first overflow leaves the scale, so that a run without it computes the same.
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 3}
@@ -40,102 +56,111 @@ SECTIONS = {
     "3 bits": quantize_section(quantize={"bits": 3}),
     "everything": EVERYTHING,
 }
-WHERE = (1, 1, "model.layers.1.mlp.down_proj.weight")
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("options", "section", "value"),
+    ("slots", "options", "section", "value"),
     [
-        ("bf16", "topk", "inf"),
-        ("fp16", "3 bits", "nan"),
-        ("fp16, offloaded", "everything", "inf"),
-        ("parameters offloaded", "3 bits", "inf"),
+        ([2], "bf16", "topk", "inf"),
+        ([2], "fp16", "3 bits", "nan"),
+        ([2], "fp16, offloaded", "everything", "inf"),
+        ([2], "parameters offloaded", "3 bits", "inf"),
+        pytest.param([2, 2], "fp16", "everything", "nan", marks=SLOW),
     ],
 )
 @pytest.mark.sampled(2)
-def test_non_finite_passes_through(world2: Any, options: str, section: str, value: str) -> None:
-    given = (SECTIONS[section], float(value), WHERE, 2)
-    results = world2.run(on, [2], cases_compression.poisoned, *given, **OPTIONS[options])
-    _passed_through(results)
-    assert all(process["skips"] == 1 for process in results)
-
-
-@pytest.mark.slow
-def test_non_finite_passes_through_two_levels(world4: Any) -> None:
-    given = EVERYTHING, float("nan"), (3, *WHERE[1:]), 2
-    results = world4.run(on, [2, 2], cases_compression.poisoned, *given, **OPTIONS["fp16"])
-    _passed_through(results)
-
-
-def _passed_through(results: list[dict[str, Any]]) -> None:
-    for process in results:
-        assert process["skipped"]
-        assert process["held"] > 3
-        assert process["equal"]
-        assert process["losses"] == process["expected"]
+@ranks()
+def test_non_finite_passes_through(options: str, section: str, value: str) -> None:
+    where = (dist.get_world_size() - 1, 1, "model.layers.1.mlp.down_proj.weight")
+    with fp16_on_cpu():
+        check_non_finite(SECTIONS[section], float(value), where, 2, **OPTIONS[options])
 
 
 @pytest.mark.parametrize(
-    ("world", "slots", "options"),
-    [
-        ("world2", [2], "bf16"),
-        ("world2", [2], "fp16, offloaded"),
-        ("world4", [2, 2], "parameters offloaded"),
-    ],
+    ("slots", "options"),
+    [([2], "bf16"), ([2], "fp16, offloaded"), ([2, 2], "parameters offloaded")],
 )
 @pytest.mark.sampled(1)
-def test_resume_is_bit_exact(
-    request: pytest.FixtureRequest, tmp_path: Path, world: str, slots: list[int], options: str
-) -> None:
-    pool, folder = request.getfixturevalue(world), str(tmp_path)
-    given = {"accumulation": 2, **OPTIONS[options]}
-    whole = pool.run(on, slots, cases_resume.train, EVERYTHING, 6, 3, folder, **given)
-    assert pool.run(on, slots, cases_resume.resume, folder, EVERYTHING, 3, 6, **given) == whole
-    assert whole[0]["factors"] > 3
+@ranks()
+def test_resume_is_bit_exact(tmp_path: Path, options: str) -> None:
+    with fp16_on_cpu():
+        assert check_resume(tmp_path, EVERYTHING, accumulation=2, **OPTIONS[options])["factors"] > 3
 
 
 @pytest.mark.parametrize("options", ["bf16", "fp16", "parameters offloaded"])
 @pytest.mark.sampled(2)
-def test_it_trains_as_plain_deepspeed_does(world2: Any, options: str) -> None:
+@ranks(2)
+def test_it_trains_as_plain_deepspeed_does(options: str) -> None:
     """8 bits are as good as everything; an update of the wrong scale, or none, would show."""
-    given = {"lr": 3e-4, **OPTIONS[options]}
-    baseline = world2.run(on, [2], cases_compression.run, "llama", {}, 12, **given)
-    section = quantize_section(quantize={"bits": 8})
-    ours = world2.run(on, [2], cases_compression.run, "llama", section, 12, **given)
-    for expected, got in zip(baseline, ours, strict=True):
-        assert got["residuals"]
-        assert got["skipped"] == expected["skipped"] == 0
-        gaps = [abs(a - b) for a, b in zip(expected["losses"], got["losses"], strict=True)]
-        assert max(gaps) < 5e-3
+    with fp16_on_cpu():
+        expected, ours = (
+            trained("llama", section, 12, lr=3e-4, **OPTIONS[options])
+            for section in ({}, quantize_section(quantize={"bits": 8}))
+        )
+    assert ours.residuals
+    assert ours.skipped == expected.skipped == 0
+    assert largest_gap(expected.losses, ours.losses) < 5e-3
 
 
 @pytest.mark.parametrize(
     ("how", "words"), [("least scale", "already at minimum"), ("early", "no memory")]
 )
-def test_a_step_that_ends_in_an_exception_leaves_nothing(world2: Any, how: str, words: str) -> None:
-    for process in world2.run(on, [2], cases_compression.step_broken_off, how):
-        assert words in process["message"]
-        assert process["with"][1]
-        assert process["with"][2] == 0
-        assert process["with"] == process["without"]
+@ranks(2)
+def test_a_step_that_ends_in_an_exception_leaves_nothing(how: str, words: str) -> None:
+    """Its gradient is not finite, and DeepSpeed cannot halve the loss scale any more; or it ends
+    before the verdict."""
+
+    def break_off(engine: Any) -> None:
+        loss = models.loss_of(engine(**models.batch("llama", 77, dist.get_rank())))
+        engine.backward(loss * (math.inf if dist.get_rank() == 1 else 1))
+        if how == "early":
+            engine.optimizer._partition_all_parameters = _no_memory
+        with pytest.raises(Exception, match=words):
+            engine.step()
+        vars(engine.optimizer).pop("_partition_all_parameters", None)
+
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
+    with fp16_on_cpu():
+        check_no_trace(break_off, 1, fp16=fp16, section=quantize_section())
+
+
+def _no_memory() -> None:
+    raise MemoryError("no memory")
+
+
+@contextmanager
+def _preallocated() -> Iterator[None]:
+    """Exchanges are preallocated at attach as on an accelerator."""
+
+    def watched(owner: Any) -> Any:
+        return patch.object(owner, "preallocate", autospec=True, side_effect=owner.preallocate)
+
+    with (
+        patch.object(gradients, "on_host", lambda device: False),
+        patch.object(resident_weights, "on_host", lambda device: False),
+        watched(WeightsHook) as of_weights,
+        watched(StepState) as of_gradients,
+    ):
+        yield
+    assert [call.kwargs["sends"] for call in of_gradients.call_args_list] == [False, True]
+    assert of_weights.call_count == 1
 
 
 @pytest.mark.parametrize(
     ("slots", "section", "accumulation"),
-    [([1, 1], "everything", 1), pytest.param([2, 2], "3 bits", 2, marks=pytest.mark.slow)],
+    [([1, 1], "everything", 1), pytest.param([2, 2], "3 bits", 2, marks=SLOW)],
 )
+@ranks()
 def test_an_exchange_that_is_preallocated_at_attach_changes_no_bit(
-    request: pytest.FixtureRequest, slots: list[int], section: str, accumulation: int
+    section: str, accumulation: int
 ) -> None:
-    pool = request.getfixturevalue(f"world{sum(slots)}")
     resident = {**SECTIONS[section], "weights": {"resident": True, "deltas": "none"}}
-    given = slots, cases_compression.run, "llama", resident, 3
-    for ours, plain in zip(
-        *(pool.run(case, *given, accumulation=accumulation) for case in (preallocated, on)),
-        strict=True,
-    ):
-        assert ours["residuals"].keys() == plain["residuals"].keys() != set()
-        for name, residual in plain["residuals"].items():
-            assert residual.equal(ours["residuals"][name])
-        for key in ("losses", "weights", "skipped"):
-            assert ours[key] == plain[key]
+    with _preallocated():
+        ours = trained("llama", resident, 3, accumulation=accumulation)
+    plain = trained("llama", resident, 3, accumulation=accumulation)
+    assert ours.residuals.keys() == plain.residuals.keys() != set()
+    assert all(residual.equal(ours.residuals[name]) for name, residual in plain.residuals.items())
+    assert ours.losses == plain.losses
+    assert ours.weights == plain.weights
+    assert ours.skipped == plain.skipped

@@ -2,81 +2,192 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import stage3
 
-from tests.distributed import cases_session as cases
+import ds_ckpt
+from ds_ckpt import environment
+from ds_ckpt.compression import wire
+from ds_ckpt.telemetry.memory import SavedActivations
+from ds_ckpt.zero3 import collectives
+from tests.distributed import models
+from tests.distributed.log_capture import captured_log
 from tests.distributed.models import equal, topk_section
+from tests.distributed.pool import fresh, once, ranks
+from tests.distributed.training import running
 
-SECTION: dict[str, Any] = {"activation_checkpointing": {"partition_activations": False}}
-OURS = {"ds_ckpt": {"activation": {"policy": "block"}}}
+PASTED: dict[str, Any] = {"activation_checkpointing": {"partition_activations": False}}
+BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}
 BOTH = {"ds_ckpt": {"activation": {"policy": "block"}, **topk_section(topk={"density": 0.05})}}
 
 
-@pytest.mark.parametrize("sections", [SECTION, OURS], ids=["deepspeed-section", "our-section"])
-def test_activation_bytes_fall_and_gradients_stay(world2: Any, sections: dict[str, Any]) -> None:
-    plain = world2.run(cases.held_bytes, "llama", {})
-    baseline = world2.run(cases.held_bytes, "llama", sections, False)
-    ours = world2.run(cases.held_bytes, "llama", sections)
-    for without, deepspeed_alone, with_us in zip(plain, baseline, ours, strict=True):
-        assert deepspeed_alone["held"] == without["held"]
-        assert with_us["held"] < without["held"] / 2
-        assert equal(without["gradients"], with_us["gradients"])
-        assert with_us["loss"] == without["loss"]
+@once(when=lambda sections, plugin=True: not sections)
+def _held_bytes(sections: dict[str, Any], plugin: bool = True) -> Any:
+    """Activation bytes that autograd holds after forward, and the gradients' bits."""
+    fresh()
+    engine = models.start("llama", models.zero3_config(**sections), plugin=plugin)
+    with SavedActivations(engine.module) as held:
+        loss = models.loss_of(engine(**models.batch("llama", 0, dist.get_rank())))
+    engine.backward(loss)
+    gradients = models.gradients(engine)
+    engine.destroy()
+    return SimpleNamespace(held=held.bytes, gradients=gradients, loss=float(loss))
 
 
-def test_all_ways_in_end_in_the_same_session(world2: Any) -> None:
-    ways = ["initialize", "attach", "install", "file"]
-    results = [world2.run(cases.ways_in, way, BOTH)[0] for way in ways]
-    assert results[0]["session"] == "Session"
-    assert len(results[0]["blocks"]) == 3
-    assert results[0]["method"] == "topk"
-    assert all(r == results[0] for r in results)
-    assert "3 blocks (LlamaDecoderLayer)" in results[0]["summary"]
-    assert "Top-K" in results[0]["summary"]
+@pytest.mark.parametrize("sections", [PASTED, BLOCK], ids=["deepspeed-section", "our-section"])
+@ranks(2)
+def test_activation_bytes_fall_and_gradients_stay(sections: dict[str, Any]) -> None:
+    plain, ours = _held_bytes({}), _held_bytes(sections)
+    assert _held_bytes(sections, plugin=False).held == plain.held
+    assert ours.held < plain.held / 2
+    assert equal(plain.gradients, ours.gradients)
+    assert ours.loss == plain.loss
+
+
+@once(when=lambda way, sections, *_: way == "stock")
+def _ways_in(way: str, sections: dict[str, Any], folder: Path | None = None) -> Any:
+    """Train three steps through one way in; what the session looks like, and the losses."""
+    fresh()
+    config, model = models.zero3_config(**sections), models.build("llama")
+    given = {"model": model, "model_parameters": model.parameters(), "config": config}
+    if way == "install":
+        ds_ckpt.install()
+        ds_ckpt.install()  # idempotent
+    try:
+        if way == "initialize":
+            engine, *_ = ds_ckpt.initialize(None, **given)
+        elif way == "file":
+            path = folder / f"{dist.get_rank()}.json"
+            path.write_text(json.dumps(config))
+            engine, *_ = ds_ckpt.initialize(**{**given, "config": str(path)})
+        else:
+            engine, *_ = deepspeed.initialize(**given)
+        if way == "attach":
+            assert ds_ckpt.session_of(engine) is None
+            ds_ckpt.attach(engine)
+        session = ds_ckpt.session_of(engine)
+        engine.train()
+        found = {"losses": models.train(engine, "llama", 3)}
+        if session is not None:
+            found["summary"] = session.summary
+            found["blocks"] = [b.name for b in session._blocks.blocks]
+            found["method"] = session.config.compression.method
+        engine.destroy()
+        return found
+    finally:
+        ds_ckpt.uninstall()
+        assert not hasattr(deepspeed.initialize, "__wrapped__")
+
+
+@ranks(2)
+def test_all_ways_in_end_in_the_same_session(tmp_path: Path) -> None:
+    first, *others = (
+        _ways_in(way, BOTH, tmp_path) for way in ("initialize", "attach", "install", "file")
+    )
+    assert len(first["blocks"]) == 3
+    assert first["method"] == "topk"
+    assert all(other == first for other in others)
+    assert "3 blocks (LlamaDecoderLayer)" in first["summary"]
+    assert "Top-K" in first["summary"]
 
 
 @pytest.mark.parametrize("way", ["initialize", "install"])
-def test_without_our_sections_it_is_plain_deepspeed(world2: Any, way: str) -> None:
-    baseline = world2.run(cases.ways_in, "stock", {})
-    for plain, result in zip(baseline, world2.run(cases.ways_in, way, {}), strict=True):
-        assert result["session"] is None
-        assert result["losses"] == plain["losses"]
+@ranks(2)
+def test_without_our_sections_it_is_plain_deepspeed(way: str) -> None:
+    assert _ways_in(way, {}) == _ways_in("stock", {})
 
 
-def test_modules_that_match_nothing_are_refused_with_the_candidates(world2: Any) -> None:
-    wrong = {"ds_ckpt": {"activation": {"policy": "block", "modules": ["PlainBlok"]}}}
-    for result in world2.run(cases.refused, wrong, "plain"):
-        assert "PlainBlok" in result["message"]
-        assert "PlainBlock" in result["message"]
-        assert result["untouched"]
-    for result in world2.run(cases.refused, OURS, "plain"):
-        assert '"modules": ["PlainBlock"]' in result["message"]
+@pytest.mark.parametrize(
+    ("activation", "words"),
+    [
+        ({"policy": "block", "modules": ["PlainBlok"]}, ["PlainBlok", "PlainBlock"]),
+        ({"policy": "block"}, ['"modules": ["PlainBlock"]']),
+    ],
+)
+@ranks(2)
+def test_modules_that_match_nothing_are_refused_with_the_candidates(
+    activation: dict[str, Any], words: list[str]
+) -> None:
+    _refused("plain", {"activation": activation}, words)
 
 
-def test_a_wrong_configuration_is_refused_before_anything_is_built(world2: Any) -> None:
-    wrong = {"ds_ckpt": {"compression": {"method": "topkk"}}}
-    for result in world2.run(cases.refused, wrong):
-        assert "$.ds_ckpt.compression.method" in result["message"]
-        assert result["untouched"]
+@ranks(2)
+def test_a_wrong_configuration_is_refused_before_anything_is_built() -> None:
+    _refused("llama", {"compression": {"method": "topkk"}}, ["$.ds_ckpt.compression.method"])
+
+
+def _refused(kind: str, section: dict[str, Any], words: list[str]) -> None:
+    """DeepSpeed is untouched after it."""
+    original = stage3.reduce_scatter_coalesced
+    with pytest.raises(ds_ckpt.DsCkptError) as error, running(kind, section):
+        pass
+    assert [word for word in words if word not in str(error.value)] == []
+    assert stage3.reduce_scatter_coalesced is original
 
 
 @pytest.mark.parametrize("part", ["_gather", "_gradient", "_blocks"])
-def test_an_error_of_one_part_leaves_no_other_part_attached(world2: Any, part: str) -> None:
-    for result in world2.run(cases.part_that_raises, part):
-        assert result["message"] == "the other process has gone"
-        assert result["restored"]
-        assert not result["left"]
-        assert not result["listening"]
-        assert not result["session"]
+@ranks(2)
+def test_an_error_of_one_part_leaves_no_other_part_attached(part: str) -> None:
+    """An engine is destroyed while one part of its session cannot be left."""
+    before = stage3.reduce_scatter_coalesced
+    section = topk_section() | BLOCK["ds_ckpt"]
+    engine = models.start("llama", models.zero3_config(ds_ckpt=section))
+    optimizer, blocks = engine.optimizer, engine.module.model.layers
+    session = ds_ckpt.session_of(engine)
+    leave = getattr(session, part).detach if part != "_blocks" else session._blocks.remove
+
+    def raises() -> None:
+        leave()
+        raise RuntimeError("the other process has gone")
+
+    setattr(getattr(session, part), leave.__name__, raises)
+    with pytest.raises(RuntimeError, match="the other process has gone"):
+        engine.destroy()
+    patched = {"zero_grad", "_loss_scale_update_and_overflow_cleanup"}
+    assert not patched & vars(optimizer).keys()
+    assert not any("forward" in vars(block) for block in blocks)
+    assert stage3.reduce_scatter_coalesced is before
+    assert session.counters not in collectives._listeners
+    assert ds_ckpt.session_of(engine) is None
 
 
-def test_a_rank_without_the_plugin_is_named_before_anything_waits(world2: Any) -> None:
-    first, second = world2.run(cases.unlike_ranks, "stock")
-    assert "no answer from ds_ckpt within 0.5 s on rank 1" in first["message"]
-    assert not second["message"]
-    assert first["seconds"] < 20
+def _unlike(rank_1: str) -> str:
+    """This rank's error if rank 1 has no plugin or other settings."""
+    others = {"none": {}, "other": {"ds_ckpt": {"activation": {"policy": "mlp"}}}}
+    is_other = dist.get_rank() == 1
+    config = models.zero3_config(**(others.get(rank_1, BLOCK) if is_other else BLOCK))
+    plain = rank_1 == "stock" and is_other
+    initialize = deepspeed.initialize if plain else ds_ckpt.initialize
+    model = models.build("llama")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(environment.WAIT_VARIABLE, "0.5")
+        if rank_1 == "wire" and is_other:
+            monkeypatch.setattr(wire, "VERSION", 99)
+        try:
+            initialize(model=model, model_parameters=model.parameters(), config=config)
+        except ds_ckpt.UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+@ranks(2)
+def test_a_rank_without_the_plugin_is_named_before_anything_waits() -> None:
+    start_s = time.monotonic()
+    message = _unlike("stock")
+    if dist.get_rank() == 0:
+        assert "no answer from ds_ckpt within 0.5 s on rank 1" in message
+        assert time.monotonic() - start_s < 20
+    else:
+        assert message == ""
 
 
 @pytest.mark.parametrize(
@@ -87,25 +198,38 @@ def test_a_rank_without_the_plugin_is_named_before_anything_waits(world2: Any) -
         ("wire", "wire format 99, checkpointing block"),
     ],
 )
-def test_ranks_with_other_settings_are_named_on_all(world2: Any, rank_1: str, other: str) -> None:
-    for result in world2.run(cases.unlike_ranks, rank_1):
-        assert "checkpointing block on rank 0" in result["message"]
-        assert f"{other} on rank 1" in result["message"]
+@ranks(2)
+def test_ranks_with_other_settings_are_named_on_all(rank_1: str, other: str) -> None:
+    message = _unlike(rank_1)
+    assert "checkpointing block on rank 0" in message
+    assert f"{other} on rank 1" in message
 
 
-def test_a_section_without_effect_is_said_by_one_rank(world2: Any) -> None:
-    first, second = world2.run(cases.idle_section)
-    assert first == ["ds_ckpt: the ds_ckpt section switches nothing on: plain DeepSpeed"]
-    assert second == []
+@ranks(2)
+def test_a_section_without_effect_is_said_by_one_rank() -> None:
+    with captured_log() as said, running("llama", {"activation": {"policy": "none"}}):
+        pass
+    line = "ds_ckpt: the ds_ckpt section switches nothing on: plain DeepSpeed"
+    assert said == [line] * (dist.get_rank() == 0)
 
 
-def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(world2: Any) -> None:
-    results = world2.run(cases.inference, "install")
-    for result in results:
-        assert result["session"] is None
-        assert result["loss"] > 0
+@ranks(2)
+def test_an_engine_for_evaluation_alone_is_left_to_deepspeed() -> None:
+    """An engine without an optimizer, as transformers builds it."""
+    config = models.zero3_config(**BLOCK)
+    del config["optimizer"]
+    ds_ckpt.install()
+    try:
+        with captured_log() as said:
+            engine, *_ = deepspeed.initialize(model=models.build("llama"), config=config)
+    finally:
+        ds_ckpt.uninstall()
+    assert ds_ckpt.session_of(engine) is None
     line = "ds_ckpt: this engine has no optimizer (inference): plain DeepSpeed"
-    assert [line in result["said"] for result in results] == [True, False]
-    for result in world2.run(cases.inference, "attach"):
-        assert "engine.optimizer" in result["message"]
-        assert result["loss"] > 0
+    assert (line in said) == (dist.get_rank() == 0)
+    with pytest.raises(ds_ckpt.UnsupportedError, match=r"engine\.optimizer"):
+        ds_ckpt.attach(engine)
+    engine.eval()
+    with torch.no_grad():
+        assert engine(**models.batch("llama", 0, dist.get_rank())).loss > 0
+    engine.destroy()

@@ -6,16 +6,21 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
-from ds_ckpt.lab.validate import experiment
+import ds_ckpt
+from ds_ckpt.lab.validate import experiment, processes
 from ds_ckpt.lab.validate.experiment import Plan, read_candidates, train_missing, train_virtual
-from ds_ckpt.lab.validate.processes import run_processes
 from ds_ckpt.lab.validate.runs import read_results
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
-from tests.distributed import cases_compression, cases_validation
+from tests.distributed import models
+from tests.distributed.log_capture import captured_log
 from tests.distributed.models import topk_section
+from tests.distributed.pool import fresh, ranks
+from tests.distributed.training import conservation, of_all_ranks, running
 
 LOSS_TOLERANCE = 5e-6
 """See test_virtual_training.py."""
@@ -37,17 +42,30 @@ def files(folder: Path, names: list[str]) -> list[Path]:
     return paths
 
 
+def _validated(spec: TaskSpec, paths: list[Path]) -> list[dict[str, Any]]:
+    """The outcomes of the runs that `validate-accuracy --processes` launches."""
+
+    def train_one(*arguments: Any) -> Any:
+        fresh()
+        return processes.train_zero3(*arguments)
+
+    plan = Plan(open_task(spec), read_candidates(paths, "processes"), range(1), "processes")
+    with patch.object(processes, "SAMPLE_EVERY", 2):
+        results = train_missing(plan, {}, train_one, lambda *_: None)
+    return [dataclasses.asdict(result.outcome) for result in results]
+
+
 @pytest.mark.slow
 def test_processes_and_virtual_workers_come_to_the_same(
     world2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiment, "SAMPLE_EVERY", 2)
-    everything = [str(path) for path in files(tmp_path, list(SECTIONS))]
+    everything = files(tmp_path, list(SECTIONS))
     spec = dataclasses.replace(SPEC, accumulation=2)
     candidates = read_candidates(files(tmp_path, ["3bit", "topk"]))
     plan = Plan(open_task(spec), candidates, range(1))
     virtual = [result.outcome for result in train_missing(plan, {}, train_virtual, lambda *_: None)]
-    real = world2.run(cases_validation.validated, dataclasses.asdict(spec), everything, timeout=250)
+    real = world2.run(_validated, spec, everything, timeout=250)
     assert real[0] == real[1]
     dense, *compressed, offload = real[0]
     for ours, theirs in zip(virtual, [dense, *compressed], strict=True):
@@ -70,7 +88,9 @@ def test_launched_ranks_write_the_results(tmp_path: Path, monkeypatch: pytest.Mo
     plan = Plan(open_task(SPEC), candidates, range(1), "processes")
     logged: list[tuple[str, int]] = []
     results = Path("results.jsonl")
-    run_processes(plan, results, Path("out"), lambda name, done, _loss: logged.append((name, done)))
+    processes.run_processes(
+        plan, results, Path("out"), lambda name, done, _loss: logged.append((name, done))
+    )
     assert logged == [("seed 0, dense", 8), ("seed 0, offload", 8)]
     found = read_results(results)
     dense, ours = (found[plan.key(one, 0)].outcome for one in (experiment.DENSE, *candidates))
@@ -84,26 +104,37 @@ def section(every_n_steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.sampled(1)
+@ranks(2)
 def test_falling_back_happens_everywhere_in_the_same_step(
-    world2: Any, tmp_path: Path, accumulation: int
+    tmp_path: Path, accumulation: int
 ) -> None:
-    first, second = world2.run(cases_validation.guarded, section(2), 8, str(tmp_path), accumulation)
-    # looked at in steps 2 and 4, both past the limit
-    assert first["back"] == second["back"] == [False] * 3 + [True] * 5
-    assert first["seen"] == second["seen"]
-    assert first["unsent"] == second["unsent"] == 0
-    assert first["kept"]
-    assert second["kept"]
-    assert len(first["messages"]) == 1
-    assert "step 4" in first["messages"][0]
-    assert second["messages"] == []
+    """Looked at in steps 2 and 4, both past the limit. A checkpoint keeps it."""
+    back, seen = [], []
+    with captured_log() as logged:
+        with running("llama", section(2), accumulation=accumulation) as engine:
+            session = ds_ckpt.session_of(engine)
+            for step in range(8):
+                models.train(engine, "llama", 1, first=step)
+                back.append(session.exchange.step.is_disabled)
+                last = session.exchange.guard.last
+                seen.append(None if last is None else (last.error, last.residual_norm))
+            assert not any(r.any() for r in session.residuals.values())
+            engine.save_checkpoint(str(tmp_path), tag="mine")
+        with running("llama", section(2), accumulation=accumulation) as engine:
+            engine.load_checkpoint(str(tmp_path), tag="mine")
+            assert ds_ckpt.session_of(engine).exchange.step.is_disabled
+    assert back == [False] * 3 + [True] * 5
+    one, other = of_all_ranks(seen)
+    assert one == other
+    warnings = [line for line in logged if "guard: step" in line]
+    assert len(warnings) == (dist.get_rank() == 0)
+    assert all("step 4" in line for line in warnings)
 
 
-def test_falling_back_loses_nothing(world2: Any) -> None:
-    accumulation = 3
-    ours = section(1)
-    for process in world2.run(cases_compression.conservation, "llama", ours, 5, accumulation):
-        assert process["compressed"] == 0
-        assert process["worst"] < 1e-5
-    for process in world2.run(cases_compression.conservation, "llama", ours, 1, accumulation):
-        assert process["compressed"] > 3  # before it, there was a residual
+@ranks(2)
+def test_falling_back_loses_nothing() -> None:
+    worst, compressed = conservation("llama", section(1), 5, 3)
+    assert compressed == 0
+    assert worst < 1e-5
+    _, compressed = conservation("llama", section(1), 1, 3)
+    assert compressed > 3  # before it, there was a residual

@@ -6,137 +6,277 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
+import ds_ckpt
+from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.tuner import COUNTED_STEPS
 from ds_ckpt.zero3 import compatibility
-from tests.distributed import cases_weights as cases
+from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes, resident_bytes
+from tests.distributed import models
+from tests.distributed.pool import fresh, once, ranks
+from tests.distributed.training import chunks_of, resident_config, running
 
 WHOLE = {"weights": {"resident": True, "deltas": "none"}}
 LOSSLESS = {"weights": {"resident": True, "deltas": "lossless"}}
-PLACED = {"resident": "auto", "deltas": "none"}
+PLACED = {"weights": {"resident": "auto", "deltas": "none"}}
 ONE, TWO = [1, 1], [2, 2]
 FP32 = {"bf16": {"enabled": False}}
+BLOCK = 1 + COUNTED_STEPS
+SLOW = pytest.mark.slow
 pytestmark = pytest.mark.skipif(
     not compatibility.serves_resident_weights(metadata.version("deepspeed")),
     reason=f"refused before DeepSpeed {compatibility.RESIDENT_SINCE}",
 )
 
 
+def mismatched(engine: Any) -> int:
+    """Parameters of which a host's copy is not the gather of all owners' parts."""
+    wrong = 0
+    for param in engine.module.parameters():
+        if param.ds_status.name == "AVAILABLE":
+            param.partition()
+        param.all_gather_coalesced([param]).wait()
+        kept = param.data.clone()
+        param.partition()
+        param.all_gather()
+        wrong += not torch.equal(kept, param.data)
+        param.partition()
+    return wrong
+
+
+@once
+def _plain(kind: str, steps: int) -> tuple[list[float], str]:
+    with running(kind, config=resident_config({})) as engine:
+        return models.train(engine, kind, steps), models.weights_digest(engine)
+
+
 @pytest.mark.parametrize(
     ("slots", "resident_s", "hpz"),
     [
         (ONE, 2.0, 1),
-        pytest.param(ONE, 0.5, 1, marks=pytest.mark.slow),
-        pytest.param(TWO, 2.0, 2, marks=pytest.mark.slow),
+        pytest.param(ONE, 0.5, 1, marks=SLOW),
+        pytest.param(TWO, 2.0, 2, marks=SLOW),
     ],
     ids=["DeepSpeed is quicker", "resident is quicker", "hpZ is quicker"],
 )
+@ranks()
 def test_weights_are_where_they_make_steps_shorter(
-    world2: Any, world4: Any, tmp_path: Path, slots: list[int], resident_s: float, hpz: int
+    tmp_path: Path, resident_s: float, hpz: int
 ) -> None:
     """The comparison changes no bit, all ranks agree, and a load compares anew."""
-    world, section = world4 if slots == TWO else world2, {"weights": {**PLACED}}
-    plain = world.run(cases.placed, slots, {}, "", 0.0)
-    ours = world.run(cases.placed, slots, section, str(tmp_path), resident_s, hpz)
-    resident = resident_s < 1
-    for process, baseline in zip(ours, plain, strict=True):
-        assert process["losses"] == baseline["losses"]
-        assert process["weights"] == baseline["weights"]
-        block = 1 + COUNTED_STEPS
-        assert process["places"] == [True] * block + [False] * block + [resident] * 2
-        assert process["choice"] == ("uncompressed" if resident else "deepspeed")
-        assert bool(process["kept"]) == resident
-        assert process["placed after a load"]
-        assert process["wrong"] == 0
+    is_resident, places = resident_s < 1, []
+    with running("llama", config=resident_config(PLACED, hpz=hpz)) as engine:
+        resident = ds_ckpt.session_of(engine)._resident
+        hook, tuner = resident.hook, resident.tuner
+
+        def seconds() -> float:
+            places.append(hook.is_attached)
+            return resident_s if hook.is_attached else 1.0
+
+        models.set_clock(tuner, seconds)
+        losses = models.train(engine, "llama", 2 * BLOCK + 2)
+        assert not hook.is_attached or mismatched(engine) == 0
+        assert places == [True] * BLOCK + [False] * BLOCK + [is_resident] * 2
+        assert tuner.choice == ("uncompressed" if is_resident else "deepspeed")
+        copies = [p.ds_secondary_tensor is not None for p in engine.module.parameters()]
+        assert any(copies) == is_resident
+        digest = models.weights_digest(engine)
+        engine.save_checkpoint(str(tmp_path))
+        engine.load_checkpoint(str(tmp_path))
+        assert hook.is_attached
+        models.train(engine, "llama", 1, first=len(losses))
+    assert (losses, digest) == _plain("llama", 2 * BLOCK + 2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "lora"])  # lora: of a frozen weight
-def test_a_copy_that_went_wrong_is_found_and_healed(world2: Any, kind: str) -> None:
-    for rank, process in enumerate(world2.run(cases.healed, ONE, kind, LOSSLESS)):
-        assert process["found"] == [True, False, True]
-        assert process["wrong"] == (rank == 0)
-        assert process["healed"] == 0
+@ranks(1, 1)
+def test_a_copy_that_went_wrong_is_found_and_healed(kind: str) -> None:
+    """Something writes to one host's copy of the largest parameter."""
+    with running(kind, config=resident_config(LOSSLESS)) as engine:
+        models.train(engine, kind, 1)
+        hook = ds_ckpt.session_of(engine)._resident.hook
+        assert hook.check()
+        if dist.get_rank() == 0:
+            param = max(engine.module.parameters(), key=lambda p: p.ds_numel)
+            param.ds_secondary_tensor.view(-1)[-1] += 1
+        assert mismatched(engine) == (dist.get_rank() == 0)
+        assert not hook.check()
+        assert hook.check()
+        assert mismatched(engine) == 0
 
 
-def test_a_model_that_deepspeed_divides_while_it_is_built(world2: Any) -> None:
-    ours = world2.run(cases.built_by_zero_init, ONE, LOSSLESS)
-    assert ours == world2.run(cases.built_by_zero_init, ONE, {})
+@ranks(1, 1)
+def test_a_model_that_deepspeed_divides_while_it_is_built() -> None:
+    results = []
+    for section in ({}, LOSSLESS):
+        fresh()
+        config = resident_config(section)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = models.build("llama")
+        with running(model, config=config) as engine:
+            results.append((models.train(engine, "llama", 3), models.weights_digest(engine)))
+            assert not section or mismatched(engine) == 0
+    assert results[0] == results[1]
+
+
+def _of_one_zero_init(
+    kind: str, sections: list[dict[str, Any]], end: str, **options: Any
+) -> tuple[list[list[float]], list[str]]:
+    """Two models that DeepSpeed divides together, each with its section. The first one ends in a
+    way while both train on, or neither; weights of the second are written."""
+    fresh()
+    with deepspeed.zero.Init(config_dict_or_path=resident_config({}, **options)):
+        two = [models.build(kind) for _ in sections]
+    engines = [
+        ds_ckpt.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=resident_config(section, **options),
+        )[0]
+        for model, section in zip(two, sections, strict=True)
+    ]
+    for engine in engines:
+        engine.train()
+    losses = [models.train(engine, kind, 2) for engine in engines]
+    if end == "destroy":
+        engines.pop(0).destroy()
+    elif end == "detach" and sections[0]:
+        ds_ckpt.session_of(engines[0]).detach()
+    param = max(engines[-1].module.parameters(), key=lambda p: p.ds_numel)
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        if dist.get_rank() == 0:
+            param.data.mul_(1.5)
+    assert not sections[-1] or mismatched(engines[-1]) == 0
+    losses += [models.train(engine, kind, 2, first=2) for engine in engines]
+    digests = [models.weights_digest(engine) for engine in engines]
+    for engine in engines:
+        engine.destroy()
+    return losses, digests
 
 
 @pytest.mark.parametrize(
-    ("slots", "kind", "first", "second", "end", "options"),
+    ("slots", "kind", "sections", "end", "options"),
     [
-        (ONE, "llama", LOSSLESS, LOSSLESS, "destroy", {}),
-        (ONE, "plain", WHOLE, {}, "", FP32),
-        (ONE, "plain", WHOLE, WHOLE, "detach", {**FP32, "reuse": 0}),
-        (TWO, "plain", {}, WHOLE, "", FP32),
+        (ONE, "llama", [LOSSLESS, LOSSLESS], "destroy", {}),
+        (ONE, "plain", [WHOLE, {}], "", FP32),
+        (ONE, "plain", [WHOLE, WHOLE], "detach", {**FP32, "reuse": 0}),
+        (TWO, "plain", [{}, WHOLE], "", FP32),
     ],
 )
 @pytest.mark.sampled(2)
+@ranks()
 def test_two_models_divided_together_are_each_their_own(
-    request: pytest.FixtureRequest,
-    slots: list[int],
-    kind: str,
-    first: Any,
-    second: Any,
-    end: str,
-    options: dict[str, Any],
+    kind: str, sections: list[dict[str, Any]], end: str, options: dict[str, Any]
 ) -> None:
-    pool = request.getfixturevalue(f"world{sum(slots)}")
-    ours = pool.run(cases.of_one_zero_init, slots, kind, [first, second], end, **options)
-    assert ours == pool.run(cases.of_one_zero_init, slots, kind, [{}, {}], end, **options)
+    ours = _of_one_zero_init(kind, sections, end, **options)
+    assert ours == _of_one_zero_init(kind, [{}, {}], end, **options)
+
+
+def _gathered_together(
+    sections: dict[str, dict[str, Any]], order: str, written: str
+) -> tuple[list[list[float]], list[str]]:
+    """Engines `a` and `b`, made in that order; all weights of both are gathered in one context, a
+    before b, and those of one are moved half the way to the other's."""
+    fresh()
+    with chunks_of(200):
+        engines = {name: models.start("llama", resident_config(sections[name])) for name in order}
+        a, b = engines["a"], engines["b"]
+        losses = [models.train(a, "llama", 2), models.train(b, "llama", 1)]
+        both = [list(engine.module.parameters()) for engine in (a, b)]
+        to, source = both if written == "a" else reversed(both)
+        with deepspeed.zero.GatheredParameters([*both[0], *both[1]], modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param, other in zip(to, source, strict=True):
+                    param.data.lerp_(other.data, 0.5)
+        assert [mismatched(engines[name]) for name in "ab" if sections[name]] in ([], [0], [0, 0])
+        losses += [models.train(engine, "llama", 2, first=2) for engine in (a, b)]
+        digests = [models.weights_digest(engine) for engine in (a, b)]
+        for engine in (a, b):
+            engine.destroy()
+    return losses, digests
 
 
 @pytest.mark.parametrize(
     ("a", "b", "order", "written"), [(LOSSLESS, {}, "ba", "a"), (WHOLE, WHOLE, "ab", "b")]
 )
 @pytest.mark.sampled(1)
+@ranks(1, 1, timeout=90)
 def test_weights_of_two_models_are_written_together(
-    world2: Any, a: Any, b: Any, order: str, written: str
+    a: dict[str, Any], b: dict[str, Any], order: str, written: str
 ) -> None:
     """A program that moves a teacher's weights does this."""
-    ours = world2.run(cases.gathered_together, ONE, {"a": a, "b": b}, order, written, timeout=90)
-    plain = world2.run(cases.gathered_together, ONE, {"a": {}, "b": {}}, order, written)
-    assert ours == plain
+    plain = _gathered_together({"a": {}, "b": {}}, order, written)
+    assert _gathered_together({"a": a, "b": b}, order, written) == plain
 
 
 @pytest.mark.parametrize(
     ("slots", "kind", "section", "options"),
     [
         (TWO, "lora", LOSSLESS, {}),
-        pytest.param(TWO, "plain", WHOLE, FP32, marks=pytest.mark.slow),
+        pytest.param(TWO, "plain", WHOLE, FP32, marks=SLOW),
         (TWO, "llama", {}, {"hpz": 2}),
-        pytest.param(TWO, "llama", LOSSLESS, {"hpz": 2}, marks=pytest.mark.slow),
+        pytest.param(TWO, "llama", LOSSLESS, {"hpz": 2}, marks=SLOW),
         ([1] * 4, "plain", WHOLE, FP32),
         (TWO, "llama", {}, {}),
     ],
     ids=["frozen", "fp32", "hpz alone", "hpz", "4 hosts", "no copy"],
 )
 @pytest.mark.sampled(2)
+@ranks()
 def test_a_budget_counts_what_a_host_keeps(
-    world4: Any, slots: list[int], kind: str, section: Any, options: dict[str, Any]
+    slots: list[int], kind: str, section: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    copies = bool(section or options)
-    for process in world4.run(cases.budgeted, slots, kind, section, 1.0, **options):
-        expected = process["formula"] if copies else 0
-        assert process["kept"] == process["planned"] == process["counted"] == expected
-        assert process["hook"] == (expected if section else None)
-        assert 1 <= process["formula"] * slots[0] / process["whole"] < 1.1  # padding
+    """Before the first batch, there in the plan, and between steps."""
+    activation: dict[str, Any] = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
+    if kind in models.PLAIN:
+        activation["modules"] = [models.PLAIN[kind]]
+    config = resident_config({**section, "activation": activation}, **options)
+    with running(kind, config=config) as engine:
+        session, parameters = ds_ckpt.session_of(engine), list(engine.module.parameters())
+        counts, (itemsize,) = [p.ds_numel for p in parameters], {p.itemsize for p in parameters}
+        formula = host_copy_bytes(counts, sum(slots), slots[0], itemsize)
+        assert 1 <= formula * slots[0] / (sum(counts) * itemsize) < 1.1  # padding
+        expected = formula if section or options else 0
+        copies = [p.ds_secondary_tensor for p in parameters if p.ds_secondary_tensor is not None]
+        assert sum(tensor.nbytes for tensor in copies) == expected
+        assert bool(session._resident) == bool(section)
+        assert not section or session._resident.hook.nbytes == expected
+        models.train(engine, kind, 1)
+        assert session.activation_plan.resident.get(HOST_COPY, 0) == expected
+        assert resident_bytes(engine, []).get(HOST_COPY, 0) == expected
 
 
-def test_a_copy_that_one_process_has_no_room_for_is_made_by_none(world2: Any) -> None:
-    for words in world2.run(cases.without_room, ONE, LOSSLESS):
-        assert "$.ds_ckpt.weights.resident" in words
-        assert "more than are free" in words
+@ranks(1, 1)
+def test_a_copy_that_one_process_has_no_room_for_is_made_by_none() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(resident_weights, "free_on", lambda device: 1)
+        _refused({}, ["$.ds_ckpt.weights.resident", "more than are free"])
 
 
-def test_unsupported_settings_are_refused(world2: Any, world4: Any) -> None:
-    for message in world2.run(cases.refused, ONE, LOSSLESS, 2):
-        assert "$.zero_optimization.zero_hpz_partition_size" in message
-        assert "write 1, or remove that key" in message
-    for message in world2.run(cases.refused, ONE, LOSSLESS, **FP32):
-        assert "torch.float32" in message
-    for message in world4.run(cases.refused, [1, 3], LOSSLESS):
-        assert "$.ds_ckpt.weights.resident" in message
-        assert "unequal numbers of ranks (1, 3)" in message
+@pytest.mark.parametrize(
+    ("slots", "options", "words"),
+    [
+        (
+            ONE,
+            {"hpz": 2},
+            ["$.zero_optimization.zero_hpz_partition_size", "write 1, or remove that key"],
+        ),
+        (ONE, FP32, ["torch.float32"]),
+        ([1, 3], {}, ["$.ds_ckpt.weights.resident", "unequal numbers of ranks (1, 3)"]),
+    ],
+)
+@ranks()
+def test_unsupported_settings_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    _refused(options, words)
+
+
+def _refused(options: dict[str, Any], words: list[str]) -> None:
+    config = resident_config(LOSSLESS, **options)
+    with pytest.raises(ds_ckpt.DsCkptError) as error, running("llama", config=config):
+        pass
+    assert [word for word in words if word not in str(error.value)] == []

@@ -18,11 +18,12 @@ import itertools
 import os
 import pickle
 import random
+import reprlib
 import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,28 @@ def once(
     return from_then_on
 
 
+@contextlib.contextmanager
+def hosts(slots: Sequence[int]) -> Iterator[None]:
+    """The launcher's host numbers for hosts with so many processes each."""
+    number = [host for host, count in enumerate(slots) for _ in range(count)]
+    before = os.environ.get("CROSS_RANK")
+    os.environ["CROSS_RANK"] = str(number[int(os.environ["RANK"])])
+    try:
+        yield
+    finally:
+        del os.environ["CROSS_RANK"]
+        if before is not None:
+            os.environ["CROSS_RANK"] = before
+
+
+def _described(error: BaseException) -> str:
+    """The traceback, and for a failed assertion the values that it may be about."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    values = frames[-1][0].f_locals if isinstance(error, AssertionError) else {}
+    lines = [f"  {name} = {reprlib.repr(value)}\n" for name, value in values.items()]
+    return traceback.format_exc() + "".join(lines)
+
+
 def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
     log = os.open(logs / f"{dp_rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -135,10 +158,11 @@ def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
             entry._comparisons = itertools.count(1000 * number)
             gc.freeze()  # modules and caches: the next collections need not look at them
             module, _, name = case.partition(":")
-            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            function = getattr(importlib.import_module(module), name)
+            result = getattr(function, "inside", function)(*args, **kwargs)
             answer = pickle.dumps(("result", result))
-        except BaseException:
-            answer = pickle.dumps(("error", traceback.format_exc()))
+        except BaseException as error:
+            answer = pickle.dumps(("error", _described(error)))
         pipe.send_bytes(answer)
 
 
@@ -156,7 +180,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     # DeepSpeed imports it with the first engine, and with it torch's compiler: 3 s in each worker
-    preload = ["deepspeed.runtime.zero.muon.muon_optimizer", *arguments.preload.split(",")]
+    preload = ["deepspeed.runtime.zero.muon.muon_optimizer", "pytest"]
+    preload += arguments.preload.split(",")
     for module in filter(None, preload):
         with contextlib.suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(module)
