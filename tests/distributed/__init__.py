@@ -1,1 +1,1 @@
-"""Tests on several real processes. `cases_*.py` run in the workers, `test_*.py` in pytest."""
+"""Tests on several real processes: under `@ranks` they run in the workers, else in pytest."""

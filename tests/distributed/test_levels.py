@@ -11,29 +11,10 @@ import torch
 import ds_ckpt
 from ds_ckpt.engine.gradients import shapes_of
 from tests.distributed import models
-from tests.distributed.models import quantize_section, topk_section
+from tests.distributed.models import topk_section
 from tests.distributed.pool import hosts, ranks
-from tests.distributed.training import DENSE, conservation, running, trained, unsent
-
-SLOW = pytest.mark.slow
-SECTIONS = {
-    "topk": topk_section(topk={"density": 0.05}),
-    "powersgd": topk_section(method="powersgd", powersgd={"rank": 2}),
-    "both": topk_section(
-        method="powersgd", powersgd={"rank": 2}, rules=[{"match": "*.mlp.*", "method": "quantize"}]
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("section", "accumulation"),
-    [("both", 2), pytest.param("topk", 2, marks=SLOW), pytest.param("powersgd", 1, marks=SLOW)],
-)
-@ranks(2, 2)
-def test_nothing_is_lost(section: str, accumulation: int) -> None:
-    worst, compressed = conservation("llama", SECTIONS[section], 3, accumulation, levels=2)
-    assert compressed > 0
-    assert worst < 3e-5
+from tests.distributed.test_compression import SECTIONS
+from tests.distributed.training import DENSE, running, trained, unsent
 
 
 @ranks(2, 2)
@@ -58,7 +39,7 @@ def _entries_held(section: dict[str, Any]) -> tuple[int, int, str]:
 )
 @ranks()
 def test_residuals_are_divided_by_the_ranks_of_a_node(share: float, between: str) -> None:
-    held, whole, summary = _entries_held(quantize_section())
+    held, whole, summary = _entries_held(SECTIONS["4 bits"])
     assert held == pytest.approx(share * whole, rel=0.02 if share < 1 else 0)
     assert f"gradient bytes between {between}" in summary
 
@@ -81,12 +62,12 @@ def test_hosts_that_allow_no_two_levels() -> None:
 def test_a_checkpoint_with_two_levels_keeps_residuals_on_the_same_nodes_alone(
     tmp_path: Path, start: list[int], end: list[int]
 ) -> None:
-    with hosts(start), running("llama", SECTIONS["both"]) as engine:
+    with hosts(start), running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
         models.train(engine, "llama", 3)
         engine.save_checkpoint(str(tmp_path))
         saved = unsent(engine)
         assert any(total.any() for total in saved.values())
-    with hosts(end), running("llama", SECTIONS["both"]) as engine:
+    with hosts(end), running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
         engine.load_checkpoint(str(tmp_path))
         loaded = unsent(engine)
         assert loaded.keys() == (saved.keys() if start == end else set())

@@ -1,11 +1,10 @@
-"""Laws 4 and 5 with real engines in bf16 and fp16, with offloaded parameters, over two levels."""
+"""Real engines in bf16 and fp16 and with offloaded parameters, and steps that end in exceptions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,76 +15,17 @@ from ds_ckpt.engine import gradients, resident_weights
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.zero3.weights_hook import WeightsHook
 from tests.distributed import models
-from tests.distributed.models import quantize_section, topk_section
+from tests.distributed.models import quantize_section
 from tests.distributed.pool import ranks
+from tests.distributed.test_compression import OPTIONS, SECTIONS
 from tests.distributed.training import (
     check_no_trace,
-    check_non_finite,
-    check_resume,
     fp16_on_cpu,
     largest_gap,
     trained,
 )
 
-# Hysteresis: the first overflow leaves the scale, so that a run without it computes the same.
-FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 3}
-BF16 = {"enabled": True}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": BF16},
-    "fp16": {"fp16": FP16, "clip": 0.5},
-    "fp16, offloaded": {"fp16": FP16, "offload_param": True, "offload_optimizer": True},
-    "parameters offloaded": {"offload_param": True, "offload_optimizer": True, "clip": 0.5},
-}
-EVERYTHING = topk_section(
-    method="powersgd",
-    powersgd={"rank": 2},
-    rules=[
-        {"match": "*embed*", "method": "topk", "topk": {"density": 0.1}},
-        {"match": "*down_proj*", "method": "quantize", "quantize": {"bits": 2}},
-        {
-            "match": "*o_proj*",
-            "method": "entropy_coded",
-            "entropy_coded": {"metric": "energy"},  # "steps" is measured again after a load
-        },
-    ],
-    error_feedback={"dtype": "int8", "device": "cpu"},
-)
-"""Every method in one model, residuals rounded and on the host."""
-SECTIONS = {
-    "topk": topk_section(topk={"density": 0.05}),
-    "3 bits": quantize_section(quantize={"bits": 3}),
-    "everything": EVERYTHING,
-}
 SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("slots", "options", "section", "value"),
-    [
-        ([2], "bf16", "topk", "inf"),
-        ([2], "fp16", "3 bits", "nan"),
-        ([2], "fp16, offloaded", "everything", "inf"),
-        ([2], "parameters offloaded", "3 bits", "inf"),
-        pytest.param([2, 2], "fp16", "everything", "nan", marks=SLOW),
-    ],
-)
-@pytest.mark.sampled(2)
-@ranks()
-def test_non_finite_passes_through(options: str, section: str, value: str) -> None:
-    where = (dist.get_world_size() - 1, 1, "model.layers.1.mlp.down_proj.weight")
-    with fp16_on_cpu():
-        check_non_finite(SECTIONS[section], float(value), where, 2, **OPTIONS[options])
-
-
-@pytest.mark.parametrize(
-    ("slots", "options"),
-    [([2], "bf16"), ([2], "fp16, offloaded"), ([2, 2], "parameters offloaded")],
-)
-@pytest.mark.sampled(1)
-@ranks()
-def test_resume_is_bit_exact(tmp_path: Path, options: str) -> None:
-    with fp16_on_cpu():
-        assert check_resume(tmp_path, EVERYTHING, accumulation=2, **OPTIONS[options])["factors"] > 3
 
 
 @pytest.mark.parametrize("options", ["bf16", "fp16", "parameters offloaded"])

@@ -1,4 +1,4 @@
-"""State that survives the processes: other worlds, universal checkpoints (law 5)."""
+"""Universal checkpoints, which are DeepSpeed's way to another world (law 5)."""
 
 from __future__ import annotations
 
@@ -11,35 +11,13 @@ import pytest
 import ds_ckpt
 from tests.distributed import models
 from tests.distributed.log_capture import captured_log
-from tests.distributed.models import topk_section
-from tests.distributed.pool import ranks
-from tests.distributed.training import check_resume, running, unsent
+from tests.distributed.test_compression import SECTIONS
+from tests.distributed.training import running, unsent
 from tests.distributed.universal import convert
-
-BY_TURNS = topk_section(method="powersgd", powersgd={"rank": 2}, error_feedback={"dtype": "bf16"})
-SECTIONS = {
-    "topk bf16": topk_section(topk={"density": 0.05}, error_feedback={"dtype": "bf16"}),
-    "powersgd int8 on host": topk_section(
-        method="powersgd", powersgd={"rank": 2}, error_feedback={"dtype": "int8", "device": "cpu"}
-    ),
-    "1 bit after 4 bits": topk_section(method="entropy_coded", warmup_steps=4, warmup_bits=4),
-    "powersgd by turns": BY_TURNS,
-}
-
-OFTEN = ("topk bf16", "powersgd int8 on host")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in SECTIONS],
-)
-@ranks(2)
-def test_every_kind_of_state_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
-    check_resume(tmp_path, SECTIONS[name])
 
 
 def _saved(folder: Path) -> dict[str, Any]:
-    with running("llama", BY_TURNS) as engine:
+    with running("llama", SECTIONS["powersgd bf16"]) as engine:
         models.train(engine, "llama", 3)
         engine.save_checkpoint(str(folder))
         return {"weights": models.weights_digest(engine), "unsent": unsent(engine)}
@@ -48,7 +26,7 @@ def _saved(folder: Path) -> dict[str, Any]:
 def _loaded(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str, Any]:
     """Load a universal checkpoint and train on. If `again` names a folder, it is saved there as it
     was loaded."""
-    with running("llama", BY_TURNS, checkpoint={"load_universal": True}) as engine:
+    with running("llama", SECTIONS["powersgd bf16"], checkpoint={"load_universal": True}) as engine:
         with captured_log() as logged:
             models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
             engine.load_checkpoint(str(folder))

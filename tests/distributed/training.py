@@ -230,7 +230,6 @@ def check_non_finite(
     section: dict[str, Any],
     value: float,
     where: tuple[int, int, str],
-    accumulation: int,
     **options: Any,
 ) -> None:
     """Law 4: one entry that is not finite, at a rank, micro-step and parameter, skips that step.
@@ -253,7 +252,6 @@ def check_non_finite(
 
         handle = dict(engine.module.named_parameters())[parameter].register_hook(inject)
 
-    options["accumulation"] = accumulation
     # before 0.19.1 DeepSpeed takes keys out of what it is given
     with running("llama", section, **copy.deepcopy(options)) as engine:
         session = ds_ckpt.session_of(engine)
