@@ -7,21 +7,12 @@ refuse, or `?` and the path of the condition that validate announces and the sta
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import ds_ckpt
-from ds_ckpt.cli.validate import check_file
-from tests.distributed import models
-from tests.distributed.pool import fresh, ranks
-from tests.distributed.training import running, trained
+from tests.distributed import cases_validate
+from tests.distributed.training import trained
 from tests.unit.test_config_problems import config_of, full
 
 ROWS = """
@@ -61,41 +52,19 @@ c.method=topk c.exchange.levels=2 -> ? $.ds_ckpt.compression.exchange.levels
 """
 
 
-def _validated(config: dict[str, Any]) -> tuple[list[str], list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "zero3.json")
-        path.write_text(json.dumps(config))
-        result = check_file(path, dist.get_world_size())
-    announced = [words.partition(": ")[0] for words in result.get("conditions", ())]
-    return [problem["where"] for problem in result["problems"]], announced
-
-
-def _started(config: dict[str, Any]) -> str:
-    fresh()
-    model = models.build("llama")
-    try:
-        engine, *_ = ds_ckpt.initialize(
-            model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config)
-        )
-    except Exception as error:
-        return str(error) or type(error).__name__
-    with contextlib.suppress(Exception):
-        engine.destroy()
-    return ""
-
-
 @pytest.mark.parametrize("table", [ROWS, pytest.param(MORE, marks=pytest.mark.slow)])
-@ranks(2, timeout=240)
-def test_validate_and_start_agree(table: str) -> None:
+def test_validate_and_start_agree(world2: Any, table: str) -> None:
+    rows = [row.split(" -> ") for row in table.strip().splitlines()]
     defaults = config_of('optimizer={"type":"AdamW","params":{"lr":0.01,"torch_adam":true}}')
     defaults["zero_force_ds_cpu_optimizer"] = False
-    for keys, expected in (row.split(" -> ") for row in table.strip().splitlines()):
+    configs = []
+    for keys, _ in rows:
         written = config_of(keys)
         optimizer = {**defaults["optimizer"], **written.get("optimizer", {})}
         micro = {"train_micro_batch_size_per_gpu": 2}
-        config = {**defaults, **micro, **written, "optimizer": optimizer}
-        refused, announced = _validated(config)
-        error = _started(config)
+        configs.append({**defaults, **micro, **written, "optimizer": optimizer})
+    found = world2.run(cases_validate.answers, configs, timeout=240)[0]
+    for (keys, expected), (refused, announced, error) in zip(rows, found, strict=True):
         if expected == "ok":
             assert (refused, error) == ([], ""), keys
         elif expected.startswith("? "):
@@ -107,12 +76,10 @@ def test_validate_and_start_agree(table: str) -> None:
             assert error, keys
 
 
-@ranks(2)
-def test_a_pasted_section_trains_without_a_tensor_parallel_group() -> None:
-    section = {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}
-    with running("llama", activation_checkpointing=section) as engine:
-        losses, session = models.train(engine, "llama", 2), ds_ckpt.session_of(engine)
-        assert session.partition is None
-        assert "host memory" in session.summary
-        assert "split" not in session.summary
-    assert losses == trained("llama", {}, 2).losses
+def test_a_pasted_section_trains_without_a_tensor_parallel_group(world2: Any) -> None:
+    plain = world2.run(trained, "llama", {}, 2)
+    for stock, ours in zip(plain, world2.run(cases_validate.pasted_without_group), strict=True):
+        assert ours["losses"] == stock.losses
+        assert ours["partition"] is None
+        assert "host memory" in ours["summary"]
+        assert "split" not in ours["summary"]
