@@ -17,9 +17,8 @@ import ds_ckpt
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once, ranks
-from tests.distributed.training import of_all_ranks, running
+from tests.distributed.training import captured_log, of_all_ranks, running
 from tests.unit.offload_models import device_bytes
 
 GIB = 2**30

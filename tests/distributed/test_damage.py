@@ -16,10 +16,16 @@ from safetensors.torch import load_file
 import ds_ckpt
 from ds_ckpt.sealed import SealedFile, write
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.models import topk_section
 from tests.distributed.pool import ranks
-from tests.distributed.training import fp16_on_cpu, on_rank_0, outcome, resident_config, running
+from tests.distributed.training import (
+    captured_log,
+    fp16_on_cpu,
+    on_rank_0,
+    outcome,
+    resident_config,
+    running,
+)
 
 SECTION = {
     **topk_section(

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import ds_ckpt
 from tests import architectures
 from tests.distributed import ecosystem_models, models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.pool import fresh, once, ranks
-from tests.distributed.training import largest_gap, of_all_ranks, running
+from tests.distributed.training import captured_log, largest_gap, of_all_ranks, running
 
 SLOW = pytest.mark.slow
 LORA = ["lora", "lora-ready"]

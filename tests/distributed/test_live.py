@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 import ds_ckpt
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.models import topk_section
 from tests.distributed.pool import ranks
-from tests.distributed.training import running
+from tests.distributed.training import captured_log, running
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ import ds_ckpt
 from ds_ckpt.activation.planning.trace import survey
 from tests import architectures
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.models import equal
 from tests.distributed.pool import fresh, once, ranks
-from tests.distributed.training import running
+from tests.distributed.training import captured_log, running
 from tests.unit.offload_models import device_bytes, host_bytes
 
 OFFLOAD = {"policy": "block", "offload": True, "offload_min_bytes": 0}

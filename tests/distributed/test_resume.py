@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,8 @@ import pytest
 
 import ds_ckpt
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.test_compression import SECTIONS
-from tests.distributed.training import running, unsent
-from tests.distributed.universal import convert
+from tests.distributed.training import captured_log, running, unsent
 
 
 def _saved(folder: Path) -> dict[str, Any]:
@@ -41,6 +42,23 @@ def _loaded(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str
     return found
 
 
+def _convert(folder: Path) -> Path:
+    """Convert the checkpoint of `folder` by DeepSpeed's program, as a user runs it."""
+    universal = folder / "global_step3_universal"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *("--input_folder", str(folder / "global_step3")),
+            *("--output_folder", str(universal)),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    return universal
+
+
 @pytest.mark.slow
 def test_universal_checkpoints_work_with_compression_on(
     world2: Any, world4: Any, tmp_path: Path
@@ -48,10 +66,10 @@ def test_universal_checkpoints_work_with_compression_on(
     """They are DeepSpeed's way to another world; residuals come along, without a hand copy."""
     four = tmp_path / "on four"
     saved = world2.run(_saved, tmp_path)
-    universal = convert(tmp_path, "global_step3")
+    universal = _convert(tmp_path)
     shutil.rmtree(tmp_path / "global_step3")
     more = world4.run(_loaded, tmp_path, holds_residuals=True, again=str(four))
-    convert(four, "global_step3")
+    _convert(four)
     fewer = world2.run(_loaded, four, holds_residuals=True)
     for path in universal.glob("ds_ckpt_residuals_*"):
         path.unlink()

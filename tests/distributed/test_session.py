@@ -20,10 +20,9 @@ from ds_ckpt.compression import wire
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.zero3 import collectives
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.models import equal, topk_section
 from tests.distributed.pool import fresh, once, ranks
-from tests.distributed.training import running
+from tests.distributed.training import captured_log, running
 
 PASTED: dict[str, Any] = {"activation_checkpointing": {"partition_activations": False}}
 BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}

@@ -17,10 +17,9 @@ from ds_ckpt.lab.validate.experiment import Plan, read_candidates, train_missing
 from ds_ckpt.lab.validate.runs import read_results
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from tests.distributed import models
-from tests.distributed.log_capture import captured_log
 from tests.distributed.models import topk_section
 from tests.distributed.pool import fresh, ranks
-from tests.distributed.training import conservation, of_all_ranks, running
+from tests.distributed.training import captured_log, conservation, of_all_ranks, running
 
 LOSS_TOLERANCE = 5e-6
 """See test_virtual_training.py."""

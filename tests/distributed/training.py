@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,22 @@ def resident_config(
         "zero_hpz_partition_size": hpz,
     }
     return config
+
+
+@contextmanager
+def captured_log() -> Iterator[list[str]]:
+    """Collect what this rank logs, from level INFO on."""
+    lines: list[str] = []
+    capture, log = logging.Handler(), logging.getLogger("ds_ckpt")
+    capture.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(capture)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(capture)
+        log.setLevel(level)
 
 
 @contextmanager
