@@ -53,6 +53,12 @@ class Stack(nn.Module):
         return x.square().sum()
 
 
+def around(
+    inner: Callable[..., Any], join: Callable[..., Tensor] | None = None
+) -> Callable[[], Stack]:
+    return lambda: Stack(lambda: Block(inner), join)
+
+
 def data(seed: int = 1) -> Tensor:
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
 

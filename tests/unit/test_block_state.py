@@ -25,7 +25,19 @@ from ds_ckpt.activation.snapshot import (
     holders,
 )
 from ds_ckpt.errors import RecomputeError, UnsupportedError
-from tests.unit.stacks import KINDS, RECOMPUTED, Block, Stack, backward, data, put, results, same
+from tests.unit.stacks import (
+    KINDS,
+    RECOMPUTED,
+    Block,
+    Stack,
+    around,
+    backward,
+    data,
+    put,
+    results,
+    same,
+)
+from tests.unit.test_autograd_ways import Auxiliary
 
 Inner = Callable[[Any, Tensor], Tensor]
 
@@ -98,16 +110,12 @@ def _of(use: Inner) -> Callable[[], Stack]:
     return lambda: Stack(lambda: Block(Stateful(use)))
 
 
-def _around(make: Callable[[], nn.Module]) -> Callable[[], Stack]:
-    return lambda: Stack(lambda: Block(make()))
-
-
 NORMED = nn.utils.parametrizations.spectral_norm
 MODULES: dict[str, Callable[[], Stack]] = {
     **{use.__name__[1:]: _of(use) for use in (_plain_attributes, _containers, _generator)},
     **{use.__name__[1:]: _of(use) for use in (_written, _begins, _noise_in_training)},
-    "batch norm": _around(lambda: nn.BatchNorm1d(16)),
-    "spectral norm": _around(lambda: NORMED(nn.Linear(16, 16))),
+    "batch norm": lambda: Stack(lambda: Block(nn.BatchNorm1d(16))),
+    "spectral norm": lambda: Stack(lambda: Block(NORMED(nn.Linear(16, 16)))),
 }
 
 
@@ -133,12 +141,6 @@ def _in_both_modes(model: nn.Module) -> list[Tensor]:
     return []
 
 
-def _functional_call(model: nn.Module) -> list[Tensor]:
-    given = {name: p * 1.5 for name, p in model.named_parameters()}
-    torch.func.functional_call(model, given, (data(),)).backward()
-    return []
-
-
 STEPS = [backward, _twice, _evaluation_before_backward, _in_both_modes]
 
 
@@ -148,11 +150,6 @@ STEPS = [backward, _twice, _evaluation_before_backward, _in_both_modes]
 @pytest.mark.sampled(24)
 def test_state_is_changed_once(module: str, step: Any, kind: str) -> None:
     same(MODULES[module], kind, step, steps=2 if step is _twice else 3)
-
-
-@KINDS
-def test_weights_are_those_of_the_forward(kind: str) -> None:
-    same(lambda: Stack(lambda: Block(torch.tanh)), kind, _functional_call)
 
 
 class Reads(nn.Module):
@@ -191,33 +188,6 @@ def test_changes_before_backward_do_not_reach_the_recomputation(change: str, kin
         return [loss.detach()]
 
     same(lambda: Stack(lambda: Block(Reads())), kind, step, steps=1)
-
-
-class Auxiliary(Block):
-    """Leaves a loss on itself and in a list, as routers of experts do."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.tanh)
-        self.losses: list[Tensor] = []
-
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
-        y = torch.tanh(self.up(x))
-        self.auxiliary = y.square().mean()
-        self.losses.append(torch.sin(y).mean())
-        return torch.sin(x + self.down(y))
-
-
-def _with_auxiliary(blocks: Any, x: Tensor) -> Tensor:
-    for block in blocks:
-        block.losses = []
-        x = block(x)
-    total: Tensor = x.sum() + sum(block.auxiliary + block.losses[0] for block in blocks)
-    return total
-
-
-@KINDS
-def test_a_loss_left_on_the_module_is_the_forwards(kind: str) -> None:
-    same(lambda: Stack(Auxiliary, _with_auxiliary), kind)
 
 
 @KINDS
@@ -285,28 +255,6 @@ def test_a_block_that_replaces_the_tensors_of_an_object(state: str, kind: str) -
         return inner(state).value.sum()  # type: ignore[no-any-return]
 
     same(lambda: Stack(lambda: Updates(torch.tanh), join), kind)
-
-
-@KINDS
-def test_keys_and_values_that_blocks_share(kind: str) -> None:
-    """Gemma's form: a block leaves keys and values for others in a dictionary."""
-
-    class Shares(Block):
-        def forward(self, x: Tensor, shared: Any, *_: Any) -> Tensor:
-            if "kv" not in shared:
-                shared["kv"] = torch.tanh(self.up(x)), x * 2
-            key, value = shared["kv"]
-            shared["count"] = shared.get("count", 0) + 1
-            return super().forward(x) * key.mean() * shared["count"] + value.sin()
-
-    def join(blocks: Any, x: Tensor) -> Tensor:
-        shared: dict[str, Any] = {}
-        for block in blocks:
-            x = block(x, shared)
-        assert shared["count"] == len(blocks)
-        return x.square().sum() + shared["kv"][0].sum()
-
-    same(lambda: Stack(lambda: Shares(torch.tanh), join), kind)
 
 
 @KINDS
@@ -446,21 +394,12 @@ REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
     ),
     "object, by the block": (_object("block"), backward, "a tensor in a State, changed in place"),
     "object, by the model": (_object("model"), backward, "a tensor in a State that was changed"),
-    "saved tensor": (_around(lambda: _Calls(_works_in_place)), backward, r"it changes saved t"),
-    "gradient inside": (_around(lambda: _Calls(_gradient_inside)), backward, "has not ended"),
-    "exception": (_around(lambda: _Calls(_raises)), _left_by_an_exception, "ended with an exc"),
-    "unpacked twice": (_around(lambda: _Calls(SavesTwice.apply)), backward, "is unpacked twice"),
+    "saved tensor": (around(_works_in_place), backward, r"it changes saved t"),
+    "gradient inside": (around(_gradient_inside), backward, "has not ended"),
+    "exception": (around(_raises), _left_by_an_exception, "ended with an exc"),
+    "unpacked twice": (around(SavesTwice.apply), backward, "is unpacked twice"),
     "removed": (_of(_generator), _removed, "checkpointing that was removed"),
 }
-
-
-class _Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -204,7 +204,7 @@ def test_a_wrong_command_is_found() -> None:
         "ds-ckpt profile demo --no-such",
         "deepspeed --num_gpus two examples/train.py",
         "python benchmarks/frontier.py --seeds x",
-        "pytest tests/unit/test_guards.py -k no_such_test",
+        "pytest tests/unit/test_autograd_ways.py -k no_such_test",
     ):
         with pytest.raises((AssertionError, UsageError)):
             check_command(wrong)
