@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,33 @@ def test_schema(tmp_path: Path) -> None:
     assert run(app, ["schema", "--output", str(path)]).exit_code == 0
     assert json.loads(path.read_text()) == json_schema()
     assert run(app, ["schema", "--output", str(tmp_path)]).exit_code == 1
+
+
+REFUSED = (Path(__file__).parent / "golden" / "refused_commands.txt").read_text().splitlines()
+"""Rows: `arguments -> exit code: words that are printed | others`."""
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_commands_that_cannot_work_are_refused_with_words(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is ours has a remedy, and nothing is begun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    Path("hosts").write_text("node slots=2\n")
+    Path("wrong.json").write_text('{"ds_ckpt": {"activation": {"polcy": "block"}}}')
+    shutil.copy(next(p for p in PRESETS if p.stem == "zero3_4bit"), "four.json")
+    Path("mine").mkdir()
+    Path("mine", "file").touch()
+    arguments, _, expected = row.partition(" -> ")
+    code, _, words = expected.partition(": ")
+    found = run(app, shlex.split(arguments), terminal_width=200)
+    shown = " ".join(found.output.replace("│", " ").split())
+    assert found.exit_code == int(code), shown
+    assert all(word in shown for word in words.split(" | ")), shown
+    assert ("fix:" in shown) == (code != "2")
+    assert "Traceback" not in shown
+    assert not Path("run").exists()
 
 
 # the doctor

@@ -36,25 +36,6 @@ def test_rates() -> None:
             parse_rate(text)
 
 
-@pytest.mark.parametrize("command", [["hosts", "run", "--", "true"], ["probe"]])
-def test_without_root_the_error_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    result = run(app, command)
-    assert result.exit_code == 1
-    assert "need root" in result.output
-    assert "fix: run as root" in result.output
-    assert "Traceback" not in result.output
-
-
-def test_a_probe_of_machines_shapes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    result = run(app, ["probe", "--hostfile", str(tmp_path / "hosts"), "--rate=1gbit", "--hosts=3"])
-    assert result.exit_code == 2
-    assert "--hosts, --rate would change nothing" in result.output
-
-
 def _owned_by(folder: Path, pid: int, started: float) -> None:
     (folder / "owner.json").write_text(json.dumps([pid, started]))
 

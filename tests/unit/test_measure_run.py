@@ -96,40 +96,6 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 12
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--loopback", "--rates=50mbit"], "only the links of emulated nodes"),
-        (["--loopback", "--methods=zip"], "zip"),
-        (["--loopback", "--shape=width=3"], "hidden_size"),
-        (["--loopback", "--slots=1"], "a single rank exchanges nothing"),
-        (["--rates=fast"], "write 200mbit"),
-        (["--loopback", "--hosts=3", "--port=3"], "--hosts, --port would change nothing"),
-        (["--interface=eth0", "--ssh-port=3"], "--interface, --ssh-port would change nothing"),
-        (["--hostfile={file}", "--hosts=3"], "--hosts would change nothing"),
-        (["--hostfile={file}", "--loopback"], "--loopback would change nothing"),
-        (["--hostfile={file}.none"], "does not exist"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(
-    tmp_path: Path, options: list[str], message: str
-) -> None:
-    (tmp_path / "file").write_text("node slots=2\n")
-    options = [option.format(file=tmp_path / "file") for option in options]
-    result = CliRunner().invoke(app, ["measure", f"--output={tmp_path / 'run'}", *options])
-    assert result.exit_code in (1, 2)
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_used_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    result = CliRunner().invoke(app, ["measure", f"--output={tmp_path}", "--loopback"])
-    assert result.exit_code == 1
-    assert "which holds something else" in result.output
-
-
 @pytest.mark.parametrize("on_hosts", [True, False])
 def test_the_demo_is_a_preset(
     on_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -318,28 +318,3 @@ def test_a_function_without_tokens_and_probed_links(tmp_path: Path) -> None:
     assert code == 0, text
     for part in ("32 sequences", "measured", "links.json"):
         assert part in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--cluster=many GPUs"], "4 nodes x 8 A100"),
-        (["--cluster=2 nodes x 2 Z80, 1 Gbit/s"], "Z80"),
-        (["--cluster=2 nodes x 2 A100, 0 Gbit/s"], "no rate"),
-        (["--cluster=0 nodes x 2 A100, 1 Gbit/s"], "it must name nodes"),
-        (["--cluster=2 nodes x 2 A100, 1.2.3 Gbit/s"], "it must name nodes"),
-        (["--cluster=2 nodes x 2 A100, 1 Gbit/s, . ms"], "it must name nodes"),
-        ([f"--cluster={TEXT}", "--batch=3"], "write 4"),
-        ([f"--cluster={TEXT}", "--loss=some"], "'equal'"),
-    ],
-)
-def test_arguments_that_are_refused(arguments: list[str], word: str) -> None:
-    code, output = plan("demo", "--tokens=64", *arguments)
-    assert code != 0
-    assert word in output
-
-
-def test_a_function_with_a_batch_of_fixed_size_is_refused() -> None:
-    code, text = plan("tests.unit.estimate_models:fixed", "--modules=Mixer", f"--cluster={TEXT}")
-    assert code == 1
-    assert "an argument named batch" in text

@@ -114,28 +114,6 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert all(word in words for word in ("mine.txt", written.verdict, "margin 0.5%"))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["FILE", "--processes", "2", "--virtual-workers", "2"], 3, "--virtual-workers"),
-        (["FILE", "--processes", "2", "--device", "cpu"], 3, "--device"),
-        (["FILE", "--processes", "2", "--dense-correction", "0.3"], 3, "--dense-correction"),
-        (["none.json"], 3, "none.json"),
-        (["FILE", "--betas", "0.9"], 2, "--betas"),
-        (["FILE", "--output", "FILE"], 2, "--output"),
-        (["FILE", "--data", "no-such-file"], 2, "--data"),
-    ],
-)
-def test_impossible_requests_are_refused(
-    tmp_path: Path, options: list[str], code: int, words: str
-) -> None:
-    options = [str(FOUR_BITS) if o == "FILE" else o for o in options]
-    found = run(app, ["validate-accuracy", "--output", str(tmp_path / "out"), *options])
-    assert found.exit_code == code
-    assert words in found.output
-    assert ("fix:" in found.output) == (code == 3)
-
-
 def test_an_unexpected_error_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("out of memory")
