@@ -40,60 +40,43 @@ _BART = {
 }
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 _VIT = {"image_size": 16, "patch_size": 8, "num_labels": 3}
-_LAYERS = "num_hidden_layers"
-_KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
-    # configuration, model, sizes, names of the number of layers
-    "llama": ("Llama", "LlamaForCausalLM", _LLAMA, (_LAYERS,)),
-    "qwen2": ("Qwen2", "Qwen2ForCausalLM", _LLAMA, (_LAYERS,)),
-    "mistral": ("Mistral", "MistralForCausalLM", _LLAMA, (_LAYERS,)),
-    "gemma": ("Gemma", "GemmaForCausalLM", _LLAMA, (_LAYERS,)),
-    "phi": ("Phi", "PhiForCausalLM", {**_NEOX, "resid_pdrop": 0.1}, (_LAYERS,)),
-    "gpt2": (
-        "GPT2",
-        "GPT2LMHeadModel",
-        {"n_embd": 16, "n_head": 2, "n_positions": 32, **_TOKENS},
-        ("n_layer",),
-    ),
-    "gpt_neox": ("GPTNeoX", "GPTNeoXForCausalLM", {**_NEOX, "hidden_dropout": 0.1}, (_LAYERS,)),
-    "opt": ("OPT", "OPTForCausalLM", _OPT, (_LAYERS,)),
-    "bloom": (
-        "Bloom",
-        "BloomForCausalLM",
-        {"hidden_size": 16, "n_head": 2, "hidden_dropout": 0.1, **_TOKENS},
-        ("n_layer",),
-    ),
-    "mixtral": ("Mixtral", "MixtralForCausalLM", {**_LLAMA, **_MOE}, (_LAYERS,)),
-    "bert": ("Bert", "BertForMaskedLM", _NEOX, (_LAYERS,)),
-    "t5": (
-        "T5",
-        "T5ForConditionalGeneration",
-        {"d_model": 16, "d_kv": 8, "d_ff": 40, "num_heads": 2, "decoder_start_token_id": 0}
-        | {"vocab_size": VOCAB},
-        ("num_layers", "num_decoder_layers"),
-    ),
-    "bart": ("Bart", "BartForConditionalGeneration", _BART, ("encoder_layers", "decoder_layers")),
-    "vit": (
-        "ViT",
-        "ViTForImageClassification",
-        {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2, **_VIT},
-        (_LAYERS,),
-    ),
-    "falcon": (
-        "Falcon",
-        "FalconForCausalLM",
-        {"hidden_size": 16, "num_attention_heads": 2, **_TOKENS},
-        (_LAYERS,),
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        "Qwen3MoeForCausalLM",
-        {**_LLAMA, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
-        (_LAYERS,),
-    ),
+_Kind = tuple[str, str, dict[str, Any], tuple[str, ...]]
+"""Configuration, model, sizes, names of the number of layers."""
+
+
+def _kind(
+    name: str, sizes: dict[str, Any], model: str = "ForCausalLM", layers: str = "num_hidden_layers"
+) -> _Kind:
+    return name, name.removesuffix("Text") + model, sizes, tuple(layers.split())
+
+
+_WIDE = {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 40, "num_heads": 2, "vocab_size": VOCAB}
+_T5 |= {"decoder_start_token_id": 0}
+_QWEN = {**_LLAMA, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_GPT2 = {"n_embd": 16, "n_head": 2, "n_positions": 32, **_TOKENS}
+_BLOOM = {"hidden_size": 16, "n_head": 2, "hidden_dropout": 0.1, **_TOKENS}
+_KINDS = {
+    "llama": _kind("Llama", _LLAMA),
+    "qwen2": _kind("Qwen2", _LLAMA),
+    "mistral": _kind("Mistral", _LLAMA),
+    "gemma": _kind("Gemma", _LLAMA),
+    "phi": _kind("Phi", {**_NEOX, "resid_pdrop": 0.1}),
+    "gpt2": _kind("GPT2", _GPT2, "LMHeadModel", "n_layer"),
+    "gpt_neox": _kind("GPTNeoX", {**_NEOX, "hidden_dropout": 0.1}),
+    "opt": _kind("OPT", _OPT),
+    "bloom": _kind("Bloom", _BLOOM, layers="n_layer"),
+    "mixtral": _kind("Mixtral", {**_LLAMA, **_MOE}),
+    "bert": _kind("Bert", _NEOX, "ForMaskedLM"),
+    "t5": _kind("T5", _T5, "ForConditionalGeneration", "num_layers num_decoder_layers"),
+    "bart": _kind("Bart", _BART, "ForConditionalGeneration", "encoder_layers decoder_layers"),
+    "vit": _kind("ViT", {**_WIDE, **_VIT}, "ForImageClassification"),
+    "falcon": _kind("Falcon", {"hidden_size": 16, "num_attention_heads": 2, **_TOKENS}),
+    "qwen3_moe": _kind("Qwen3Moe", _QWEN),
 }
 ARCHITECTURES = tuple(_KINDS)
-_KINDS["qwen3"] = ("Qwen3", "Qwen3ForCausalLM", _LLAMA, (_LAYERS,))
-_KINDS["gemma3"] = ("Gemma3Text", "Gemma3ForCausalLM", _LLAMA, (_LAYERS,))
+_KINDS["qwen3"] = _kind("Qwen3", _LLAMA)
+_KINDS["gemma3"] = _kind("Gemma3Text", _LLAMA)
 OFTEN = ("llama", "t5", "mixtral", "vit")
 """Architectures that meet every policy in the fast tier; the others meet some."""
 

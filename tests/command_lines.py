@@ -6,8 +6,6 @@ declares; files, modules, tests and extras that are named have to exist.
 
 from __future__ import annotations
 
-import argparse
-import ast
 import itertools
 import os
 import re
@@ -22,35 +20,6 @@ from ds_ckpt.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 UsageError = typer.BadParameter.__mro__[1]
 OTHERS = ("cd", ".", "git", "apt", "ruff", "mypy", "lint-imports", "accelerate", "torchrun")
-TYPES = {"int": int, "float": float}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise AssertionError(f"{self.prog}: {message}")
-
-
-def parser_of(script: Path) -> argparse.ArgumentParser:
-    """A parser with the arguments that a script's source declares."""
-    parser = _Parser(prog=script.name)
-    for call in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            continue
-        if call.func.attr == "add_config_arguments":  # DeepSpeed's
-            parser.add_argument("--deepspeed", action="store_true")
-            parser.add_argument("--deepspeed_config")
-        if call.func.attr == "add_argument":
-            settings: dict[str, Any] = {}
-            for given in call.keywords:
-                if given.arg == "type" and isinstance(given.value, ast.Name):
-                    settings["type"] = TYPES.get(given.value.id, str)
-                elif given.arg in ("action", "nargs", "choices", "required"):
-                    try:
-                        settings[given.arg] = ast.literal_eval(given.value)
-                    except ValueError:
-                        continue  # computed when it runs
-            parser.add_argument(*map(ast.literal_eval, call.args), **settings)
-    return parser
 
 
 def check_command(command: str, *, named: bool = False) -> None:
@@ -136,8 +105,12 @@ def _script(arguments: list[str]) -> None:
     assert script.exists(), script
     if script.stem == "validate_accuracy":
         _ds_ckpt(["validate-accuracy", *arguments[1:]], named=True)
-    elif "sys.argv" not in script.read_text(encoding="utf-8"):  # else it has no parser
-        parser_of(script).parse_args(arguments[1:])
+    elif "sys.argv" not in (source := script.read_text(encoding="utf-8")):  # else it has no parser
+        declared = {*re.findall(r'"(--?[a-z][\w-]*)"', source)}
+        if "add_config_arguments" in source:  # DeepSpeed's
+            declared |= {"--deepspeed", "--deepspeed_config"}
+        given = {word.partition("=")[0] for word in arguments[1:] if re.match("--?[a-z]", word)}
+        assert given <= declared, (script, given - declared)
     for word in arguments:
         if word.endswith(".json") and script.parent.name == "examples":
             assert Path(word).exists(), word

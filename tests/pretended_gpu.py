@@ -18,8 +18,8 @@ A host wait is what blocks the host on a real device: a value that is read back 
 that depends on values), a copy between host and device that is not `non_blocking`.
 
 `Gpu(plain=True)` takes every plain CPU tensor for one of the device, but for those that are made
-inside `host_memory()`: for code that asks tensors for their addresses. `Gpu(counts=False)` computes
-and checks nothing. Collectives count as kernels that have ended when they return.
+inside `host_memory()`: for code that asks tensors for their addresses. Collectives count as kernels
+that have ended when they return.
 
 Under `torch.use_deterministic_algorithms(True)` operators raise that CUDA refuses then, according
 to its documentation.
@@ -162,8 +162,8 @@ class Gpu:
         launches: kernels by operator.
     """
 
-    def __init__(self, *, plain: bool = False, counts: bool = True) -> None:
-        self._plain, self.counts = plain, counts
+    def __init__(self, *, plain: bool = False) -> None:
+        self._plain, self.counts = plain, True
         self._lock = threading.RLock()
         self._local = threading.local()
         self._memory: dict[int, _Memory] = {}
@@ -378,16 +378,14 @@ class _Watch(TorchDispatchMode):
             if gpu._plain and given and not self._makes_host():
                 to_host = all(homes)
         between = name in ("copy_", "_to_copy") and len({*homes, to_host}) > 1
-        if name == "copy_" and len(set(homes)) > 1:
-            between = True
         if not between and len(set(homes)) > 1:
             mixed = [t for t, host in zip(given, homes, strict=True) if host and t.dim()]
             assert not mixed, f"{name} of tensors on both devices"
         result = func(*plain_args, **plain_kwargs)
         on_host = to_host if name != "copy_" else homes[0]
-        if not gpu.counts:
-            return tree_map(lambda t: self._wrapped(t, known, on_host), result)
         out = tree_map(lambda t: self._wrapped(t, known, on_host), result)
+        if not gpu.counts:
+            return out
         self._note(func, name, args, kwargs, result, given, homes, between=between)
         waits = name in _READ_BACK or (name == "index" and _masks(args))
         if between:

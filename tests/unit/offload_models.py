@@ -91,6 +91,18 @@ def grads(model: nn.Module, *inputs: Any) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+class Boom(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OSError("boom")
+
+
 def put_on(
     model: nn.Module,
     patterns: list[str] | None,

@@ -117,9 +117,16 @@ class OnGpus:
 @pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
 @pytest.mark.sampled(9)
 def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int) -> None:
-    processes = OnGpus(4, method, local=local)
+    """And what arrives is what a CPU delivers, up to the order of sums."""
+    options: Any = {"local": local, "residual_dtype": "fp32" if local == 1 else "int8"}
+    processes, plain = OnGpus(4, method, **options), World(4, _choose(method), **options)
     for step in range(3):
-        processes.reduce(_gradients(4, step))
+        gradients = _gradients(4, step)
+        shards = processes.reduce(gradients, 1000.0)
+        wanted = plain.reduce(_names(4), gradients, 1000.0)
+        plain.commit()
+        for a, b in zip(itertools.chain(*shards), itertools.chain(*wanted), strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-6)
         assert [gpu.waits for gpu in processes.gpus] == [Counter()] * 4
         assert [gpu.findings for gpu in processes.gpus] == [[]] * 4
         assert processes.verdict() == [0] * 4
@@ -236,30 +243,6 @@ def _messages(processes: OnGpus) -> list[tuple[str, str, tuple[int, ...]]]:
             for name in ("all_to_all", "all_reduce"):
                 setattr(transport, name, noting(getattr(transport, name), level, name))
     return sent
-
-
-# ---- the same numbers as on the CPU
-
-
-@every_method
-@pytest.mark.parametrize(("local", "residual_dtype"), [(1, "fp32"), (2, "int8")])
-@pytest.mark.sampled(7)
-def test_an_accelerator_delivers_what_a_cpu_does(
-    method: str, local: int, residual_dtype: ResidualDtype
-) -> None:
-    """Up to the order of sums."""
-    size = 3 * local
-    processes = OnGpus(size, method, local=local, residual_dtype=residual_dtype)
-    plain = World(size, _choose(method), local=local, residual_dtype=residual_dtype)
-    for step in range(2):
-        gradients = _gradients(size, step)
-        shards = processes.reduce(gradients, 1000.0)
-        wanted = plain.reduce(_names(4), gradients, 1000.0)
-        for got, expected in zip(shards, wanted, strict=True):
-            for a, b in zip(got, expected, strict=True):
-                assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-6)
-        processes.verdict()
-        plain.commit()
 
 
 # ---- 4, 5: surroundings

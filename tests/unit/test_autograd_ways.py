@@ -93,6 +93,13 @@ def _interleaved(model: Any) -> list[Tensor]:
     return []
 
 
+def _several_forwards(model: nn.Module) -> list[Tensor]:
+    losses = [model(data(seed)) for seed in range(3)]
+    for index in (1, 2, 0):
+        losses[index].backward()
+    return []
+
+
 def _hooks(model: Any) -> list[Tensor]:
     counted, held, handles = [0], [], []
 
@@ -272,6 +279,7 @@ WAYS = {
     "hooks": Way(around(torch.tanh), _hooks),
     "autocast": Way(around(_noisy), _autocast),
     "compiled": Way(around(torch.sigmoid), _compiled),
+    "several forwards": Way(around(_noisy), _several_forwards),
     "interleaved": Way(around(_noisy), _interleaved),
     "loop": Way(around(_noisy, _three_times)),
     "loop with statistics": Way(lambda: Stack(lambda: Block(nn.BatchNorm1d(16)), _three_times)),

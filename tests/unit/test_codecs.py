@@ -6,6 +6,7 @@ Worlds of them: `test_exchange.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,10 +36,26 @@ from ds_ckpt.compression.topk import (
 
 FP32 = torch.finfo(torch.float32)
 SCALES = (1.0, 3e-5, 1e-18, 1e-30, 8e-39, 1e-40, 1e-44, 1e18, 1e30, 0.3 * FP32.max, FP32.max)
-KINDS = (
-    *("normal", "heavy tail", "few", "half zero", "zero", "constant", "signs", "one outlier"),
-    *("all octaves", "in clusters", "rows", "rising", "ties"),
-)
+Shaped = Callable[[Tensor, Tensor, torch.Generator], Tensor]
+SHAPED: dict[str, Shaped] = {
+    "normal": lambda x, at, draw: x,
+    "heavy tail": lambda x, at, draw: x * torch.randn(len(x), generator=draw).mul(3).exp(),
+    "few": lambda x, at, draw: x.where(torch.rand(len(x), generator=draw) >= 0.98, 0.0),
+    "half zero": lambda x, at, draw: x.where(at >= len(x) // 2, 0.0),
+    "zero": lambda x, at, draw: torch.zeros_like(x),
+    "constant": lambda x, at, draw: torch.ones_like(x),
+    "signs": lambda x, at, draw: x.sign(),
+    "one outlier": lambda x, at, draw: x.where(at != len(x) // 3, 1e6),
+    "all octaves": lambda x, at, draw: torch.logspace(-37, 0, max(1, len(x)))[: len(x)],
+    "in clusters": lambda x, at, draw: x.where(at // 64 % 5 == 0, 1e-3 * x),
+    # as embeddings have them
+    "rows": lambda x, at, draw: x.where(torch.rand(len(x), generator=draw)[at // 64] <= 0.05, 0.0),
+    "rising": lambda x, at, draw: x * torch.linspace(0.01, 1, max(1, len(x)))[: len(x)],
+    "ties": lambda x, at, draw: x.where(torch.rand(len(x), generator=draw) >= 0.1, 1.5).where(
+        at < len(x) // 2, x.clamp(-0.5, 0.5)
+    ),
+}
+KINDS = tuple(SHAPED)
 numels = st.one_of(
     st.integers(0, 70), st.integers(0, 3000), st.sampled_from([255, 256, 257, 20_011])
 )
@@ -53,34 +70,9 @@ seeds = st.integers(0, 2**31)
 
 
 def gradient(kind: str, numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values, at = torch.randn(numel, generator=generator), torch.arange(numel)
-    if kind == "heavy tail":
-        values *= torch.randn(numel, generator=generator).mul(3).exp()
-    elif kind == "few":
-        values[torch.rand(numel, generator=generator) < 0.98] = 0.0
-    elif kind == "half zero":
-        values[: numel // 2] = 0.0
-    elif kind == "zero":
-        values.zero_()
-    elif kind == "constant":
-        values.fill_(1.0)
-    elif kind == "signs":
-        values.sign_()
-    elif kind == "one outlier":
-        values[numel // 3 : numel // 3 + 1] = 1e6
-    elif kind == "all octaves":
-        values = torch.logspace(-37, 0, max(1, numel))[:numel]
-    elif kind == "in clusters":
-        values[at // 64 % 5 > 0] *= 1e-3
-    elif kind == "rows":  # as embeddings have them
-        values[torch.rand(numel // 64 + 1, generator=generator)[at // 64] > 0.05] = 0
-    elif kind == "rising":
-        values *= torch.linspace(0.01, 1, max(1, numel))[:numel]
-    elif kind == "ties":
-        values[torch.rand(numel, generator=generator) < 0.1] = 1.5
-        values[numel // 2 :].clamp_(-0.5, 0.5)
-    return values.mul_(scale).clamp_(FP32.min, FP32.max)
+    draw = torch.Generator().manual_seed(seed)
+    values = SHAPED[kind](torch.randn(numel, generator=draw), torch.arange(numel), draw)
+    return values.mul(scale).clamp_(FP32.min, FP32.max)
 
 
 def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

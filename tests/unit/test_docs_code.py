@@ -26,7 +26,7 @@ from tests.command_lines import ROOT, UsageError, check_command
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "claims.md"),  # test_claims.py
+    *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "claims.md"),  # test_docs.py
     *sorted(ROOT.glob("[a-z]*/README.md")),
 ]
 PROGRAMS = r"(?:\w+=\S+ |nice -n 19 |sudo )*(?:ds-ckpt|deepspeed|python3?|pip|pytest|apt|\.?\.?/?"
@@ -203,7 +203,7 @@ def test_a_wrong_command_is_found() -> None:
     for wrong in (
         "ds-ckpt profile demo --no-such",
         "deepspeed --num_gpus two examples/train.py",
-        "python benchmarks/frontier.py --seeds x",
+        "python benchmarks/frontier.py --no-such x",
         "pytest tests/unit/test_autograd_ways.py -k no_such_test",
     ):
         with pytest.raises((AssertionError, UsageError)):

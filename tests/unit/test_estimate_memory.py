@@ -13,6 +13,7 @@ from ds_ckpt.exchange.assignment import AssignedTensor, Assignment
 from ds_ckpt.lab.estimate.memory_model import Parameters, estimate
 from ds_ckpt.lab.estimate.profile import blocks_of
 from tests.unit.estimate_models import Mixer, Stack
+from tests.unit.test_config_problems import config_of
 
 SIZES = Parameters(
     counts=(1_000_001, 500, 2_000_000),
@@ -22,56 +23,42 @@ SIZES = Parameters(
     hidden=100,
 )
 SHARD = 500_001 + 250
-ADAM = {"type": "AdamW"}
-SGD = {"type": "SGD", "params": {"momentum": 0.9}}
-BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+IN_16_BITS = "enabled=true {0}.bf16_master_weights_and_grads=true {0}.bf16_optimizer_states=true"
+HALF = {"temporary_bytes": 2 * SHARD}
+FEW_GATHERED = """z.stage3_max_reuse_distance=200000 z.stage3_prefetch_bucket_size=50000
+z.stage3_param_persistence_threshold=1000"""
 
 
 @pytest.mark.parametrize(
-    ("zero", "rest", "expected"),
+    ("keys", "expected"),
     [
-        ({}, {}, {"parameters_bytes": 2 * (SHARD + 1_000_000), "gradients_bytes": 2 * SHARD}),
-        ({}, {}, {"optimizer_bytes": (4 + 8) * SHARD, "gathered_bytes": 2 * 3_000_501}),
+        ("", {"parameters_bytes": 2 * (SHARD + 1_000_000), "gradients_bytes": 2 * SHARD}),
+        ("", {"optimizer_bytes": (4 + 8) * SHARD, "gathered_bytes": 2 * 3_000_501}),
         # 16 bits in one piece, then in 32
-        ({}, {}, {"temporary_bytes": (4 + 2) * SHARD}),
-        (
-            {"reduce_bucket_size": 4000},
-            {},
-            {"reduce_bucket_bytes": 2 * 4000, "communication_bytes": 2 * (4000 + 4000)},
-        ),
+        ("", {"temporary_bytes": (4 + 2) * SHARD}),
+        ("z.reduce_bucket_size=4000", {"reduce_bucket_bytes": 8000, "communication_bytes": 16_000}),
         # as transformers fills it in
-        ({"reduce_bucket_size": "auto"}, {}, {"reduce_bucket_bytes": 2 * 100 * 100}),
-        (
-            {
-                "stage3_max_reuse_distance": 200_000,
-                "stage3_prefetch_bucket_size": 50_000,
-                "stage3_param_persistence_threshold": 1000,
-            },
-            {},
-            {"gathered_bytes": 2 * (1_500_000 + 50_000 + 500)},
+        ('z.reduce_bucket_size="auto"', {"reduce_bucket_bytes": 2 * 100 * 100}),
+        (FEW_GATHERED, {"gathered_bytes": 2 * (1_500_000 + 50_000 + 500)}),
+        ("optimizer.type=SGD", {"optimizer_bytes": 4 * SHARD}),
+        ("optimizer.type=SGD optimizer.params.momentum=0.9", {"optimizer_bytes": 8 * SHARD}),
+        ("optimizer.type=Lion", {"optimizer_bytes": (4 + 4) * SHARD}),
+        ("data_types.grad_accum_dtype=fp32", {"gradients_bytes": 4 * SHARD}),
+        *(
+            (f"{name}.{IN_16_BITS}".format(name), {"optimizer_bytes": 6 * SHARD, **HALF})
+            for name in ("bf16", "bfloat16")
         ),
-        ({}, {"optimizer": {"type": "SGD"}}, {"optimizer_bytes": 4 * SHARD}),
-        ({}, {"optimizer": SGD}, {"optimizer_bytes": (4 + 4) * SHARD}),
-        ({}, {"optimizer": {"type": "Lion"}}, {"optimizer_bytes": (4 + 4) * SHARD}),
-        ({}, {"data_types": {"grad_accum_dtype": "fp32"}}, {"gradients_bytes": 4 * SHARD}),
-        ({}, {"bf16": BF16}, {"optimizer_bytes": 6 * SHARD, "temporary_bytes": 2 * SHARD}),
-        ({}, {"bfloat16": BF16}, {"optimizer_bytes": 6 * SHARD, "temporary_bytes": 2 * SHARD}),
         # below stage 3 weights are whole
-        ({"stage": 2}, {}, {"parameters_bytes": 2 * 3_000_501, "gathered_bytes": 0}),
-        ({"stage": 2}, {}, {"gradients_bytes": 2 * SHARD}),
-        ({"stage": 0}, {}, {"optimizer_bytes": 12 * 1_000_501}),
+        ("z.stage=2", {"parameters_bytes": 2 * 3_000_501, "gathered_bytes": 0}),
+        ("z.stage=2", {"gradients_bytes": 2 * SHARD}),
+        ("z.stage=0", {"optimizer_bytes": 12 * 1_000_501}),
         # and a second bucket exists only on request
-        ({"stage": 2, "reduce_bucket_size": 4000}, {}, {"reduce_bucket_bytes": 8000}),
-        (
-            {"stage": 2, "reduce_bucket_size": 4000, "overlap_comm": True},
-            {},
-            {"reduce_bucket_bytes": 2 * 8000},
-        ),
+        ("z.stage=2 z.reduce_bucket_size=4000", {"reduce_bucket_bytes": 8000}),
+        ("z.stage=2 z.reduce_bucket_size=4000 z.overlap_comm=true", {"reduce_bucket_bytes": 16000}),
     ],
 )
-def test_bytes_follow_deepspeeds_rules(zero: Any, rest: Any, expected: dict[str, int]) -> None:
-    file = {"zero_optimization": {"stage": 3, **zero}, "optimizer": ADAM, **rest}
-    states, notes = estimate(SIZES, file, 2)
+def test_bytes_follow_deepspeeds_rules(keys: str, expected: dict[str, int]) -> None:
+    states, notes = estimate(SIZES, config_of(f"optimizer.type=AdamW {keys}"), 2)
     assert {name: getattr(states, name) for name in expected} == expected
     assert notes == ()
     kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
@@ -90,7 +77,7 @@ def test_assumptions_are_noted() -> None:
 
 def test_offload_moves_states_to_the_host() -> None:
     def of(**zero: Any) -> Any:
-        file = {"zero_optimization": {"stage": 3, **zero}, "optimizer": ADAM}
+        file = {"zero_optimization": {"stage": 3, **zero}, "optimizer": {"type": "AdamW"}}
         return estimate(SIZES, file, 2)[0]
 
     plain, cpu = of(), {"device": "cpu"}

@@ -1,18 +1,26 @@
-"""Imports: their cost, their direction, and the public names."""
+"""Ways in: imports and their cost, `python -m ds_ckpt.run`, engines that are refused."""
 
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import Session, compression
+from ds_ckpt import Session, compression, run, uninstall
+from ds_ckpt.engine import resident_weights
+from ds_ckpt.engine.refusals import refuse_unsupported
+from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
+from ds_ckpt.telemetry.units import size
+from ds_ckpt.weights.changes import NodeLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
@@ -90,3 +98,117 @@ def test_imports_point_down_the_rooms() -> None:
     tool = Path(sys.executable).with_name("lint-imports")
     result = subprocess.run([str(tool)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+# python -m ds_ckpt.run
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    uninstall()
+
+
+def test_the_launcher_argument_goes_on_to_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:], __name__)\nimport beside\n")
+    (tmp_path / "beside.py").write_text("")
+    original = deepspeed.initialize
+    run.main(["--local_rank=1", str(script), "--deepspeed_config", "c.json"])
+    assert deepspeed.initialize is not original
+    expected = "['--local_rank=1', '--deepspeed_config', 'c.json'] __main__"
+    assert expected in capsys.readouterr().out
+
+
+def test_a_module_of_a_package_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").write_text(
+        "import sys\nprint(sys.argv, __name__, __package__)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run.main(["--local_rank=1", "-m", "pkg.train", "-m", "x"])
+    path = str(tmp_path / "pkg" / "train.py")
+    assert f"{[path, '--local_rank=1', '-m', 'x']} __main__ pkg" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--local_rank=0"], ["nowhere.py"]])
+def test_a_missing_script_is_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit, match="usage: deepspeed"):
+        run.main(argv)
+
+
+def test_a_wrong_configuration_ends_with_the_message(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from ds_ckpt.config import parse\nparse({'ds_ckpt': {'activaton': {}}})\n")
+    with pytest.raises(SystemExit, match=r"\$.ds_ckpt.activaton"):
+        run.main([str(script)])
+
+
+# engines that are refused before they are touched
+
+
+class PipelineEngine:
+    """Stands in for DeepSpeed's, which needs several processes."""
+
+
+class OwnPipeline(PipelineEngine):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize("engine", [PipelineEngine(), OwnPipeline()])
+def test_pipelines_are_refused(engine: object) -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine as Theirs
+
+    assert Theirs.__name__ == "PipelineEngine"
+    with pytest.raises(UnsupportedError, match="activation_checkpoint_interval"):
+        refuse_unsupported(engine)
+    refuse_unsupported(SimpleNamespace(zero_optimization_stage=lambda: 2))
+
+
+class Parameter(SimpleNamespace):
+    def element_size(self) -> int:
+        return 2
+
+
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 4 nodes of 2: 4 shards of 8, of 2 bytes, on memory that the 2 ranks of a node share."""
+    missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
+    made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
+    engine = SimpleNamespace(
+        device="cpu", module=SimpleNamespace(parameters=lambda: [missing, made])
+    )
+    needed, layout = 16 * 125_001, NodeLayout(4, 2, 0, None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(resident_weights, "free_on", lambda device: needed)
+    resident_weights.refuse_too_large(engine, layout, '"auto"')
+    monkeypatch.setattr(resident_weights, "free_on", lambda device: needed - 300 * 1024)
+    with pytest.raises(UnsupportedError, match=f"takes {size(needed)}.*300 KiB more") as caught:
+        resident_weights.refuse_too_large(engine, layout, '"auto"')
+    assert caught.value.problems[0].where == "$.ds_ckpt.weights.resident"
+
+
+def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
+    from ds_ckpt.engine.entry import _with_section
+
+    # longer than a file's name may be
+    assert _with_section({"config": "eyJ6ZXJv" * 100}) is None
+
+
+@pytest.mark.parametrize("kind", [UnsupportedError, StateError])
+@pytest.mark.parametrize("headline", [None, "nothing fits"])
+def test_an_error_can_be_raised_in_another_process(
+    kind: type[DsCkptError], headline: str | None
+) -> None:
+    error = kind([Problem("a", "b", "c", "d"), Problem("e", "f", "g", "h")], headline=headline)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert again.problems == error.problems

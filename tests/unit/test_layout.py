@@ -1,14 +1,18 @@
-"""Ownership compared with ZeRO-3's rule, and packets."""
+"""Who owns, who shares a node, and what is sent: shards, packets, headers, sections."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from virtual import World
 
+from ds_ckpt.compression import Quantize, wire
+from ds_ckpt.exchange.hierarchy import Place, arrange, here
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.transport import Packets
 from ds_ckpt.lab.validate.virtual import VirtualWorld
@@ -65,3 +69,79 @@ def test_every_payload_arrives_where_it_belongs(numels: list[int], world: int, h
             assert [piece.numel() for piece in pieces] == [header, *sizes[me]]
             for place, piece in enumerate(pieces):
                 assert bool((piece == (100 * place + 10 * source + me) % 256).all())
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_headers_carry_the_flag_and_the_version(finite: bool) -> None:
+    headers = torch.full((3, wire.HEADER_BYTES + 8), 0xAA, dtype=torch.uint8)[:, :-8]
+    wire.write_header(headers, torch.tensor(finite))
+    assert headers[0, :8].tolist() == [wire.VERSION, int(not finite), 0, 0, 0, 0, 0, 0]
+    assert [bool(flag) for flag in wire.read_headers(headers)] == [finite, True]
+    headers[1, 8] += 1
+    assert [bool(flag) for flag in wire.read_headers(headers)] == [finite, False]
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, lambda name, shape: Quantize())
+    written = wire.write_header
+
+    def older(headers: torch.Tensor, finite: torch.Tensor) -> None:
+        written(headers, finite)
+        headers[:, 0] += 1
+
+    monkeypatch.setattr(wire, "write_header", older)
+    world.reduce(["w"], [[torch.ones(8, 8)]] * 2)
+    with pytest.raises(RuntimeError, match="install the same version of ds_ckpt"):
+        world.exchanges[0].nonfinite_buckets  # noqa: B018 - a property that reads the device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_sections_are_filled_up_to_their_alignment(dtype: torch.dtype) -> None:
+    payload = torch.full((2, 40), 0xAA, dtype=torch.uint8)
+    source = torch.tensor([[1, 2, 3], [4, 5, 6]]).to(dtype)
+    end = wire.write_section(payload, 8, source)
+    assert end == 8 + wire.aligned(3 * dtype.itemsize)
+    assert torch.equal(wire.section(payload, 8, 3, dtype), source)
+    assert not payload[:, 8 + 3 * dtype.itemsize : end].any()
+    assert (payload[:, end:] == 0xAA).all()
+
+
+# nodes, from the environment of launchers
+
+
+@given(st.integers(2, 5), st.integers(2, 5), st.randoms())
+def test_equal_hosts_make_two_levels(hosts: int, local: int, random: object) -> None:
+    places = [Place(f"h{host}", index) for host in range(hosts) for index in range(local)]
+    random.shuffle(places)  # type: ignore[attr-defined]
+    found = arrange(places)
+    assert not isinstance(found, str)
+    assert all(len(host) == local for host in found)
+    assert sorted(p for host in found for p in host) == list(range(hosts * local))
+    for host in found:
+        assert list(host) == sorted(host)
+        assert len({places[p].host for p in host}) == 1
+
+
+@pytest.mark.parametrize(
+    ("places", "word"),
+    [
+        ([Place("a", 0), Place("a", 1)], "share one node"),
+        ([Place("a", 0), Place("b", 0), Place("c", 0)], "every node has one rank"),
+        ([Place("a", 0), Place("a", 1), Place("b", 0)], "unequal numbers of ranks (1, 2)"),
+        ([Place("a", 0), Place("a", 1), Place("a", 0), Place("a", 1)], "same local rank"),
+    ],
+)
+def test_other_layouts_have_one_level_and_a_reason(places: list[Place], word: str) -> None:
+    found = arrange(places)
+    assert isinstance(found, str)
+    assert word in found
+
+
+def test_the_launchers_variables() -> None:
+    deepspeed = here({"CROSS_RANK": "1", "LOCAL_RANK": "3"})
+    assert deepspeed.host.endswith("/1")
+    assert deepspeed.local == 3
+    torchrun = here({"GROUP_RANK": "2", "LOCAL_RANK": "0"})
+    assert torchrun.host.endswith("/2")
+    assert here({"OMPI_COMM_WORLD_LOCAL_RANK": "5"}).local == 5
+    assert here({}).local is None

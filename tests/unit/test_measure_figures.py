@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import re
 import statistics
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Ratio, Row
 from ds_ckpt.lab.measure.findings import Findings, byte_notes, estimate, find, headline
+from ds_ckpt.lab.measure.parts import PARTS, parts
 from ds_ckpt.lab.measure.samples import Sample, StepTime, Trial
+from ds_ckpt.telemetry import Counters, Purpose
+from ds_ckpt.telemetry.memory import activations_tracker
+from ds_ckpt.telemetry.timings import Span, Spans, Timings
+from ds_ckpt.zero3 import collectives
 from tests.unit import measure_samples as known
 
 WITH_WEIGHTS = replace(known.SPEC, weights=("whole", "lossless"), baselines=("zero2",), bf16=True)
@@ -185,60 +195,33 @@ def _run(none: float, block: float, compressed: float, noise: float = 0.01) -> d
     }
 
 
-NUMBER = r"-?\d+(\.\d+)?"
-ENDS = rf"\(95%: {NUMBER} to {NUMBER} s\)"
-COST = rf"(At {NUMBER} Mbit/s|On a link that is not shaped) recomputation costs {NUMBER} s a step"
-LESS = rf"4-bit quantization ((frees|takes) {NUMBER} (s of the link|MB a step and node) and )?"
-MEASURED_CHANGE = rf"(shortens|lengthens) the step by {NUMBER} s"
-CHANGE = rf"({MEASURED_CHANGE}|does not change the step measurably {ENDS})"
-TOGETHER = rf"\. Both together change the step by {NUMBER} s {ENDS}\."
-COST_UNKNOWN = {
-    "free": rf"recomputation does not lengthen the step measurably {ENDS}\.",
-    "busy": rf"the machine is too busy to time recomputation: it costs {NUMBER} to {NUMBER} s a "
-    rf"step \(95%\), and its own work takes {NUMBER} s\.",
+OUTCOMES = {
+    "share": r"it pays for [\d.]+% of the recomputation",
+    "all": "it pays for all of the recomputation",
+    "none": "it is not shown to pay for any of the recomputation",
+    "free": "recomputation does not lengthen the step measurably",
+    "busy": "the machine is too busy to time recomputation",
+    "single": "in the only repetition, which gives no interval",
 }
-SENTENCES = {
-    "share": rf"{COST}\. {LESS}shortens the step by {NUMBER} s: it pays for {NUMBER}% of the "
-    rf"recomputation \(95%: {NUMBER} to {NUMBER}%\)\.",
-    "all": rf"{COST}\. {LESS}shortens the step by {NUMBER} s: it pays for all of the "
-    rf"recomputation{TOGETHER}",
-    "none": rf"{COST}\. {LESS}{CHANGE}: it is not shown to pay for any of the "
-    rf"recomputation \(95%: {NUMBER} to {NUMBER}%\){TOGETHER}",
-    "single": rf"{COST} in the only repetition, which gives no interval\. {LESS}{MEASURED_CHANGE}"
-    r"\. Use --repetitions 2 or more\.",
-} | {
-    verdict: rf"(At {NUMBER} Mbit/s|On a link that is not shaped) {words} {LESS}{CHANGE}{TOGETHER}"
-    for verdict, words in COST_UNKNOWN.items()
-}
+"""Words that only the headline of this outcome has."""
 
 
-@pytest.mark.parametrize(
-    ("verdict", "steps_s", "words"),
-    [
-        ("share", _run(1.0, 1.4, 1.2), "it pays for 50% of the recomputation (95%: 4"),
-        ("all", _run(1.0, 1.4, 0.9), "it pays for all of the recomputation. Both together"),
-        ("none", _run(1.0, 1.4, 1.4), "does not change the step measurably"),
-        ("none", _run(1.0, 1.4, 1.6), "lengthens the step by 0.2"),
-        ("free", _run(1.0, 1.0, 0.8), "and shortens the step by"),
-        ("busy", _run(1.0, 1.1, 0.8, noise=0.4), "its own work takes 0.100 s"),
-        (
-            "single",
-            {name: steps[:1] for name, steps in _run(1.0, 1.4, 1.2).items()},
-            "in the only repetition",
-        ),
-    ],
-)
-def test_the_headline_always_says_something(
-    verdict: str, steps_s: dict[str, Any], words: str
-) -> None:
-    findings = _timed(steps_s)
-    sentence = headline(findings)
-    assert findings.comparisons[0].outcome == verdict
-    assert sentence.startswith("At 200 Mbit/s ")
-    assert re.fullmatch(SENTENCES[verdict], sentence), sentence
-    assert words in sentence
-    assert "4-bit quantization frees 0.350 s of the link and" in sentence  # 8.75 MB
-    assert "frees 8.75 MB a step and node and" in headline(_timed(steps_s, rate=None))
+def test_headlines_are_the_golden_ones(is_golden: Callable[[str, str], bool]) -> None:
+    runs = {
+        "share": _run(1.0, 1.4, 1.2),
+        "all": _run(1.0, 1.4, 0.9),
+        "none": _run(1.0, 1.4, 1.4),
+        "none, longer": _run(1.0, 1.4, 1.6),
+        "free": _run(1.0, 1.0, 0.8),
+        "busy": _run(1.0, 1.1, 0.8, noise=0.4),
+        "single": {name: steps[:1] for name, steps in _run(1.0, 1.4, 1.2).items()},
+    }
+    lines = []
+    for name, steps_s in runs.items():
+        findings = _timed(steps_s)
+        assert findings.comparisons[0].outcome == name.partition(",")[0]
+        lines += [headline(findings), headline(_timed(steps_s, rate=None))]
+    assert is_golden("measure_headlines.txt", "\n".join([*lines, ""]))
 
 
 SECONDS = st.floats(1e-3, 1e3)
@@ -261,8 +244,9 @@ def test_any_steps_give_exactly_one_sentence(
     """Never NaN or infinite; a share only where the interval of the cost excludes zero."""
     findings = _timed(steps_s, rate, work_s)
     sentence, (one,) = headline(findings), findings.comparisons
-    found = [name for name, words in SENTENCES.items() if re.fullmatch(words, sentence)]
+    found = [name for name, words in OUTCOMES.items() if re.search(words, sentence)]
     assert found == [one.outcome], sentence
+    assert not re.search(r"\b(nan|inf)\b", sentence)
     values = one.values
     if one.outcome == "share":
         assert values["cost_s"].low > 0
@@ -311,3 +295,176 @@ def test_a_report_without_a_counter_says_so() -> None:
     found = find(known.SPEC, samples)
     assert "not checked" in byte_notes(found)[0]
     assert "of the link" in headline(found)
+
+
+# division of a step's time: spans, their parts, and the peak of activations
+
+
+MAIN = 1
+
+
+def at(kind: str, start: float, end: float, depth: int, thread: int = MAIN) -> Span:
+    return Span(kind, start, end, thread, depth)
+
+
+STEP = [
+    at("forward", 0, 10, 0),
+    at("gather_forward", 1, 2, 1),
+    at("collective", 1, 1.5, 2),
+    at("collective", 3, 6, 1),
+    at("backward", 10, 30, 0),
+    at("recompute", 11, 16, 1),
+    at("collective", 12, 13, 2),
+    at("collective", 17, 18, 1),
+    at("reduce", 20, 24, 1),
+    at("residual", 20, 21, 2),
+    at("pack", 21, 21.5, 2),
+    at("wire", 21.5, 23, 2),
+    at("collective", 21.6, 22.9, 3),
+    at("unpack", 23, 24, 2),
+    at("update", 30, 33, 0),
+    at("collective", 30.5, 31, 1),
+]
+
+
+def test_every_moment_belongs_to_one_part() -> None:
+    found = parts(STEP, MAIN)
+    assert found == pytest.approx(
+        {
+            "compute_forward": 10 - 0.5 - 3,
+            "compute_backward": 20 - 5 - 1 - 4,
+            "compute_update": 2.5,
+            "recompute": 4,
+            "network_forward": 3.5,
+            "network_recompute": 1,
+            "network_backward": 1 + 1.5,
+            "network_update": 0.5,
+            "compression": 1 + 0.5 + 1,
+        }
+    )
+    assert sum(found.values()) == pytest.approx(33)
+    assert set(found) == set(PARTS)
+
+
+def test_time_between_the_phases_is_in_no_part() -> None:
+    """Thus the sum can be compared with the step's own clock."""
+    gap = [at("forward", 0, 1, 0), at("collective", 1, 5, 0), at("backward", 5, 6, 0)]
+    assert sum(parts(gap, MAIN).values()) == pytest.approx(2)
+
+
+def test_spans_nest_by_thread_and_end_with_exceptions() -> None:
+    spans = Spans()
+
+    def fail() -> None:
+        with spans.span("outer"), spans.span("inner"):
+            assert spans.open == ("outer", "inner")
+            raise KeyError
+
+    def other() -> None:
+        with pytest.raises(KeyError):
+            fail()
+
+    with spans.span("main"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert spans.open == ("main",)
+    inner, outer, main = spans.take()
+    assert (inner.kind, inner.depth) == ("inner", 1)
+    assert (outer.kind, outer.depth, outer.thread) == ("outer", 0, inner.thread)
+    assert main.start_s <= outer.start_s <= inner.start_s <= inner.end_s <= main.end_s
+    assert main.thread != outer.thread
+    assert spans.take() == []
+
+
+def test_purposes_and_sections_are_spans_only_where_somebody_measures() -> None:
+    counters, timings, spans = Counters(), Timings(), Spans()
+    with counters.purpose(Purpose.REDUCE), timings.section("pack"), counters.span("recompute"):
+        pass
+    assert spans.take() == []
+    counters.spans = timings.spans = spans
+    with counters.purpose(Purpose.REDUCE), timings.section("pack"), counters.span("recompute"):
+        assert counters.current_purpose is Purpose.REDUCE
+    assert [s.kind for s in spans.take()] == ["recompute", "pack", "reduce"]
+    assert counters.current_purpose is Purpose.OTHER
+
+
+class _Handle:
+    waited = 0
+
+    def wait(self, timeout: float) -> str:
+        self.waited += 1
+        return f"in {timeout}"
+
+
+def test_a_wait_is_a_span_only_where_somebody_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, counters = _Handle(), Counters()
+    monkeypatch.setattr(collectives, "_listeners", [Counters(), counters])
+    assert collectives._timed(lambda: handle, (), {}) is handle
+    counters.spans = Spans()
+    with counters.purpose(Purpose.GATHER_BACKWARD):
+        timed = collectives._timed(lambda: handle, (), {})
+    assert (timed.wait(1.0), timed.waited) == ("in 1.0", 1)
+    kinds = [span.kind for span in counters.spans.take()]
+    assert kinds == ["collective", "gather_backward", "collective"]
+
+
+class _Gathered(nn.Module):
+    """A block that allocates its weight as a gather does."""
+
+    def __init__(self, spans: Spans) -> None:
+        super().__init__()
+        self.spans = spans
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.spans.span("gather_forward"):
+            weight = torch.ones(1000, 1000)
+        return (x * 2).sin().cos() + weight[0, 0]
+
+
+def _peak(run: Callable[[Spans, torch.Tensor], torch.Tensor]) -> int:
+    spans = Spans()
+    x = torch.zeros(1000, requires_grad=True)
+    with activations_tracker(nn.Identity(), spans) as peak:
+        with spans.span("forward"):
+            y = run(spans, x)
+        with spans.span("backward"):
+            y.sum().backward()
+    del y
+    gc.collect()
+    assert peak.live_bytes == 0
+    return peak.peak_bytes
+
+
+def test_the_peak_is_what_autograd_holds_and_no_weights() -> None:
+    def plain(spans: Spans, x: torch.Tensor) -> torch.Tensor:
+        return _Gathered(spans)(x)
+
+    # x * 2 and its sine are held for backward; the cosine goes when the sum is there, the sum stays
+    assert _peak(plain) == 4 * 4000
+
+
+def test_with_checkpointing_the_peak_is_in_one_recompute() -> None:
+    def chain(spans: Spans, x: torch.Tensor, kept: bool) -> torch.Tensor:
+        def block(y: torch.Tensor) -> torch.Tensor:
+            return y.sin().cos().sin().cos()
+
+        def recomputed(y: torch.Tensor) -> torch.Tensor:
+            if "backward" in spans.open:
+                with spans.span("recompute"):
+                    return block(y)
+            return block(y)
+
+        for _ in range(6):
+            x = checkpoint(recomputed, x, use_reentrant=False) if kept else block(x)
+        return x
+
+    def plain(spans: Spans, x: torch.Tensor) -> Any:
+        return chain(spans, x, False)
+
+    def kept(spans: Spans, x: torch.Tensor) -> Any:
+        return chain(spans, x, True)
+
+    assert _peak(plain) == 24 * 4000
+    # six outputs, and what a recompute brings back before it is stopped
+    assert 6 * 4000 < _peak(kept) <= 11 * 4000

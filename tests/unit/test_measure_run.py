@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,20 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.cli.measure_arguments import model_of, sections_of
+from ds_ckpt.config import parse
+from ds_ckpt.errors import ConfigError, Problem, StateError, UnsupportedError
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
 from ds_ckpt.lab.measure import trials
-from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import Spec
+from ds_ckpt.lab.measure.samples import Memory, Store
+from ds_ckpt.lab.measure.spec import AXES, METHODS, Configuration, Spec, check, deepspeed_config
+from ds_ckpt.lab.measure.worker import build_model, slowest
 from tests.unit import measure_samples as known
 
 
@@ -117,3 +122,192 @@ def test_the_demo_is_a_preset(
     assert spec.baselines == ("zero1",)
     CliRunner().invoke(app, ["measure"])
     assert specs[1].methods == Spec().methods == ("topk", "powersgd", "3bit")
+
+
+# settings of a run and its records
+
+
+def test_configurations_are_the_product_of_the_axes() -> None:
+    methods = ("stock", "dense", "4bit", "no_comm")
+    assert [one.name for one in Spec(methods=("4bit",)).configurations] == [
+        f"{policy}/{method}" for policy in ("none", "block") for method in methods
+    ]
+    weights = ("stock", "whole")
+    spec = Spec(policies=("none",), methods=("4bit",), weights=weights, baselines=("zero1",))
+    names = [f"none/{method}{where}" for where in ("", "/whole") for method in methods]
+    assert [one.name for one in spec.configurations] == [*names, "none/stock/zero1"]
+    assert [Configuration.of(one.name) for one in spec.configurations] == spec.configurations
+
+
+def test_every_configuration_is_a_valid_file() -> None:
+    baselines = ("hpz", "zero2", "zero1")
+    spec = Spec(
+        policies=tuple(AXES["activation"]),
+        methods=tuple(METHODS),
+        weights=("whole", "lossless"),
+        baselines=baselines,
+        slots=2,
+        bf16=True,
+        accumulation=4,
+    )
+    check(spec)
+    zeros = {}
+    for one in spec.configurations:
+        config = deepspeed_config(spec, one, parameters=1000)
+        zero = config["zero_optimization"]
+        zeros[one.weights] = (zero["stage"], zero.get("zero_hpz_partition_size"))
+        if one.weights in baselines:
+            continue
+        plugin = parse(json.loads(json.dumps(config)), source=one.name)
+        assert plugin.activation.active == (one.policy != "none")
+        assert plugin.weights.resident == (one.weights != "stock")
+        if plugin.weights.resident:
+            assert plugin.weights.deltas == {"whole": "none"}.get(one.weights, "lossless")
+        assert zero["reduce_bucket_size"] == 125
+        if one.method in ("stock", "no_comm"):
+            assert plugin.compression.method == "none"
+        else:
+            assert plugin.compression.exchange.when == "accumulation_boundary"
+        if one.method not in ("stock", "dense", "no_comm"):
+            assert plugin.compression.warmup_steps == 0
+            assert not plugin.compression.exchange.autotune
+    three = dict.fromkeys(("stock", "whole", "lossless"), (3, None))
+    assert zeros == {**three, "hpz": (3, 2), "zero2": (2, None), "zero1": (1, None)}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"method": "quantize", "exchange": {"when": "micro_step"}},
+            {"exchange": {"when": "micro_step", "autotune": False}, "warmup_steps": 0},
+        ),
+        (
+            {"method": "dense", "rules": [{"match": "*", "method": "quantize"}]},
+            {"exchange": {"when": "accumulation_boundary", "autotune": False}, "warmup_steps": 0},
+        ),
+    ],
+)
+def test_a_users_section_is_used(section: dict[str, Any], expected: dict[str, Any]) -> None:
+    spec = Spec(methods=("mine",), sections={"compression/mine": section}, accumulation=2)
+    check(spec)
+    config = deepspeed_config(spec, Configuration("none", "mine"), parameters=10)
+    assert config["ds_ckpt"]["compression"] == {**section, **expected}
+    parse(json.loads(json.dumps(config)))
+
+
+LOOPBACK: dict[str, Any] = {"where": "loopback", "hosts": 1, "slots": 2, "rates": (None,)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        (
+            {"where": "loopback", "hosts": 1, "policies": ("block", "x"), "methods": ("zip",)},
+            ["--policies", "--methods", "--policies", "--rates", "--hosts, --slots"],
+        ),
+        (
+            {"weights": ("lossless", "half"), "baselines": ("hpz", "zero4")},
+            ["--weights", "--baselines", "--weights", "--baselines"],
+        ),
+        ({**LOOPBACK, "weights": ("whole",)}, ["--weights"]),
+        ({**LOOPBACK, "weights": ("stock",), "baselines": ("zero2",)}, []),
+        ({"policies": ("none", "none")}, ["--policies"]),
+        ({"model": "llama-7b", "shape": {"layers": 3}}, ["--model, --shape"]),
+        ({"model": "mine:make"}, ["--model, --shape"]),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_together(
+    settings: dict[str, Any], problems: list[str]
+) -> None:
+    if not problems:
+        check(Spec(**settings))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(Spec(**settings))
+    assert [problem.where for problem in caught.value.problems] == problems
+
+
+def _file(folder: Path, name: str, **plugin: Any) -> str:
+    path = folder / name
+    zero = {"zero_optimization": {"stage": 3}}
+    content = {"train_micro_batch_size_per_gpu": 1, **zero, "ds_ckpt": plugin}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_one_file_may_have_policy_method_and_weights(tmp_path: Path) -> None:
+    plugin = {"activation": {"policy": "mlp"}, "compression": {"method": "quantize"}}
+    plugin |= {"weights": {"resident": True}}
+    both = _file(tmp_path, "both.json", **plugin)
+    names, sections = sections_of(
+        activation=f"none,{both}", compression=both, weights=f"whole,{both}"
+    )
+    assert sections == {f"{axis}/both": section for axis, section in plugin.items()}
+    spec = Spec(policies=names["activation"], methods=names["compression"], sections=sections)
+    check(spec)
+    assert Configuration("both", "both") in spec.configurations
+
+
+@pytest.mark.parametrize(
+    ("axis", "name", "plugin", "found"),
+    [
+        ("activation", "none", {"activation": {"policy": "block"}}, "is a name already"),
+        ("weights", "zero2", {"weights": {"resident": True}}, "is a name already"),
+        ("compression", "x", {"activation": {"policy": "block"}}, "no ds_ckpt.compression"),
+        ("activation", "x", {}, "no ds_ckpt.activation"),
+    ],
+)
+def test_a_file_that_would_be_silently_another_configuration_is_refused(
+    tmp_path: Path, axis: str, name: str, plugin: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ConfigError, match=found):
+        sections_of(**{axis: _file(tmp_path, f"{name}.json", **plugin)})
+
+
+def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
+    monkeypatch.chdir(tmp_path)
+    named = model_of("config.json")
+    assert named == str(tmp_path / "config.json")
+    model, again = (build_model(Spec(model=named, tokens=8)) for _ in range(2))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+    with pytest.raises(UnsupportedError, match="no_such"):
+        model_of("no_such/config.json")
+
+
+def test_a_spec_is_loaded_as_saved(tmp_path: Path) -> None:
+    spec = Spec(rates=(50.0, None), shape={"layers": 2}, weights=("whole",), baselines=("zero1",))
+    spec.save(tmp_path)
+    assert Spec.load(tmp_path) == spec != Spec()
+
+
+def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.read() == []
+    samples = known.samples()
+    assert len({one.key for one in samples}) == len(samples)
+    store.append(*samples)
+    whole = store.path.read_bytes()
+    store.path.write_bytes(whole[:-20])
+    assert store.read() == samples[:-1]
+    store.truncate_partial()
+    store.append(samples[-1])
+    assert store.path.read_bytes() == whole
+    first = Memory(policy="new", peak_bytes=2)
+    second = first.model_copy(update={"peak_bytes": 3})
+    store.append(first, second)
+    assert store.read() == [*samples, second]  # of equal keys the last counts
+    store.path.write_text('{"kind": "trial"}\n')
+    with pytest.raises(StateError, match="line 1"):
+        store.read()
+
+
+def test_each_step_is_that_of_the_slowest_process() -> None:
+    fast, slow = known.step("none/stock", 400.0), known.step("none/stock", 100.0)
+    assert slowest([[fast, slow, fast], [slow, fast, fast]]) == (slow, slow, fast)

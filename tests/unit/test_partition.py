@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,13 +15,75 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, make_plan
+from ds_ckpt.activation.fingerprints import checksum
 from ds_ckpt.activation.inputs import CheckpointedInputs
-from ds_ckpt.activation.offload import Copies, InputStore
-from ds_ckpt.activation.partition import Partition
+from ds_ckpt.activation.offload import Copies, InputStore, Wait, storage_bytes
+from ds_ckpt.activation.partition import Partition, shard_bytes, shard_of
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
-from tests.unit.offload_models import CPU, LateCopies, device_bytes, equal, host_bytes
-from tests.unit.thread_group import ThreadGroup, in_threads, results
+from tests.unit.offload_models import CPU, Boom, LateCopies, device_bytes, equal, host_bytes
+
+# a group of threads in the place of processes: each has its own model, store and graphs
+
+LIMIT_S = 20.0
+"""Nobody waits longer for the others: a test of a hang fails."""
+
+
+class _Exchange:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
+        self.slots: list[Any] = [None] * size
+
+    def everybody(self, index: int, mine: Any) -> list[Any]:
+        self.slots[index] = mine
+        self.barrier.wait()
+        seen = list(self.slots)
+        self.barrier.wait()
+        return seen
+
+
+class _Gathered:
+    """A gather whose result is written when somebody waits, and not before."""
+
+    def __init__(self, parts: list[Tensor], joined: Tensor) -> None:
+        self._parts: list[Tensor] | None = parts
+        self._joined = joined
+        joined.fill_(0xA5)
+
+    def __call__(self) -> None:
+        if self._parts is not None:
+            self._joined.copy_(torch.cat(self._parts))
+            self._parts = None
+
+
+class ThreadGroup:
+    """One thread's end. `sent` logs bytes by gather, to compare the order over threads."""
+
+    def __init__(self, exchange: _Exchange, index: int, size: int) -> None:
+        self._exchange, self.index = exchange, index
+        self.processes = tuple(range(10, 10 + size))
+        self.gathered: list[int] = []
+        self.exchanges = 0
+
+    def gather(self, part: Tensor, joined: Tensor) -> Wait:
+        parts = self._exchange.everybody(self.index, part.clone())
+        assert len({p.numel() for p in parts}) == 1, "a real backend would hang or mix them up"
+        self.gathered.append(part.numel())
+        return _Gathered(parts, joined)
+
+    def exchange(self, mine: Tensor) -> Tensor:
+        self.exchanges += 1
+        seen = self._exchange.everybody(self.index, mine.clone())
+        assert len({s.numel() for s in seen}) == 1
+        return torch.stack(seen)
+
+
+def in_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """Results of `work` in every thread of a new group; raises the first error."""
+    exchange = _Exchange(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda index: work(ThreadGroup(exchange, index, size)), range(size)))
+
 
 _BUILDING = threading.Lock()
 
@@ -133,7 +197,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
             assert on.nothing_left()
         return on
 
-    for on in results(in_threads(size, work)):
+    for on in in_threads(size, work):
         counters = on.partition.counters
         # one shard for every block's input, and one each for the mask, the order and the scale
         assert counters.gathers == 3 * (blocks + 3)
@@ -157,7 +221,7 @@ def test_each_rank_keeps_exactly_its_share(size: int, offload: bool) -> None:
         assert on.nothing_left()
         return on
 
-    for on in results(in_threads(size, work)):
+    for on in in_threads(size, work):
         assert on.store.counters.out == on.store.counters.back
         # all but the last call's were gathered before their recompute
         assert (on.partition.counters.late, on.partition.counters.gathers) == (1, 5)
@@ -185,7 +249,7 @@ def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
         return on
 
     for size in (2, 3):
-        answers = results(in_threads(size, work))
+        answers = in_threads(size, work)
         assert all(on.group.gathered == answers[0].group.gathered for on in answers)
 
 
@@ -204,7 +268,7 @@ def test_other_policies(policy: str) -> None:
             assert on.nothing_left()
         return on
 
-    for on in results(in_threads(2, work)):
+    for on in in_threads(2, work):
         assert on.partition.counters.kept_bytes
 
 
@@ -230,25 +294,13 @@ def test_results_of_operators_may_differ_over_the_group() -> None:
         assert equal(plain, grads(model, x))
         return on
 
-    for on in results(in_threads(2, work)):
+    for on in in_threads(2, work):
         assert on.partition.counters.gathers > 0
-
-
-def _other_data(model: nn.Module, x: Tensor) -> Tensor:
-    return _input(seed=2)
 
 
 def _one_bit(model: nn.Module, x: Tensor) -> Tensor:
     x.view(torch.int32)[3, 3] ^= 1
     return x
-
-
-def _other_length(model: nn.Module, x: Tensor) -> Tensor:
-    return _input(9)
-
-
-def _small(model: nn.Module, x: Tensor) -> Tensor:
-    return _input(1)
 
 
 def _fewer_blocks(model: nn.Module, x: Tensor) -> Tensor:
@@ -259,10 +311,10 @@ def _fewer_blocks(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (_other_data, "values"),
+        (lambda model, x: _input(seed=2), "values"),
         (_one_bit, "values"),
-        (_other_length, "numbers, shapes"),
-        (_small, "numbers, shapes"),
+        (lambda model, x: _input(9), "numbers, shapes"),
+        (lambda model, x: _input(1), "numbers, shapes"),
         (_fewer_blocks, "numbers, shapes"),
     ],
 )
@@ -277,7 +329,7 @@ def test_ranks_that_differ_all_raise(change: Any, what: str) -> None:
         with pytest.raises(UnsupportedError, match="partition_activations"):
             model(x)
 
-    results(in_threads(2, work))
+    in_threads(2, work)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +346,7 @@ def test_values_are_compared_every_so_many_calls(at: int, every: int, found: boo
                 return True
         return False
 
-    assert results(in_threads(2, work)) == [found] * 2
+    assert in_threads(2, work) == [found] * 2
 
 
 def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
@@ -317,20 +369,10 @@ def test_garbage_that_one_process_has_not_collected_stops_nobody() -> None:
 
     gc.disable()
     try:
-        one, two = results(in_threads(2, work))
+        one, two = in_threads(2, work)
     finally:
         gc.enable()
     assert one.group.gathered == two.group.gathered
-
-
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise OSError("boom")
 
 
 def test_a_dropped_loss_and_errors_leave_nothing() -> None:
@@ -341,7 +383,7 @@ def test_a_dropped_loss_and_errors_leave_nothing() -> None:
         assert on.nothing_left()
 
         handle = model.blocks[1].register_forward_hook(
-            lambda module, args, output: (_Boom.apply(output[0]), output[1])
+            lambda module, args, output: (Boom.apply(output[0]), output[1])
         )
         with pytest.raises(OSError, match="boom"):
             model(_input()).backward()
@@ -352,7 +394,7 @@ def test_a_dropped_loss_and_errors_leave_nothing() -> None:
         model(_input()).backward()
         assert on.nothing_left()
 
-    results(in_threads(2, work))
+    in_threads(2, work)
 
 
 def test_changing_the_original_later_changes_nothing() -> None:
@@ -376,4 +418,70 @@ def test_changing_the_original_later_changes_nothing() -> None:
         On(model, group)
         return grads(model, _input())
 
-    assert equal(*results(in_threads(2, work)))
+    assert equal(*in_threads(2, work))
+
+
+# a tensor's bytes in equal parts, and checksums that see every bit
+
+_NAMES = "float32 float64 bfloat16 float16 int64 int32 uint8 bool complex64 float8_e4m3fn"
+DTYPES = [getattr(torch, name) for name in _NAMES.split()]
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator)
+    return raw.to(torch.uint8).view(dtype).view(shape)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any shape and dtype; also views: transposed, a stretch of a larger one, expanded."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+    tensor = _tensor(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+    kind = draw(st.sampled_from(["plain", "transposed", "rows", "expanded"]))
+    if kind == "transposed" and len(shape) > 1:
+        return tensor.transpose(0, -1)
+    if kind == "rows" and shape and shape[0] > 1:
+        return tensor[draw(st.integers(0, shape[0] - 1)) :]
+    if kind == "expanded":
+        return tensor.unsqueeze(0).expand(3, *shape)
+    return tensor
+
+
+@given(tensor=tensors(), parts=st.integers(1, 9))
+def test_parts_are_equal_and_make_the_whole(tensor: Tensor, parts: int) -> None:
+    flat = storage_bytes(tensor)
+    split_up = [shard_of(flat, parts, index) for index in range(parts)]
+    sizes = {part.numel() for part in split_up}
+    assert sizes == {shard_bytes(flat.numel(), parts)}
+    (size,) = sizes
+    # exactly 1/t where it divides, the next whole byte where it does not
+    assert size * parts - flat.numel() in range(parts)
+    assert torch.equal(torch.cat(split_up)[: flat.numel()], flat)
+    # a part owns no more memory than itself, and is no window on the original
+    assert all(part.untyped_storage().nbytes() == size for part in split_up)
+    assert all(p.untyped_storage().data_ptr() != flat.data_ptr() for p in split_up)
+
+
+@given(tensor=tensors(), data=st.data())
+def test_every_bit_counts(tensor: Tensor, data: Any) -> None:
+    before = int(checksum(tensor))
+    plain = tensor[0] if tensor.dim() and tensor.stride(0) == 0 else tensor  # expanded
+    raw = plain.contiguous().view(-1).view(torch.uint8).clone()
+    again = raw.clone().view(tensor.dtype).view(plain.shape)
+    assert int(checksum(again)) == int(checksum(plain))
+    index = data.draw(st.integers(0, raw.numel() - 1))
+    raw[index] ^= 1 if tensor.dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
+    other = raw.view(tensor.dtype).view(plain.shape)
+    assert int(checksum(other)) != int(checksum(plain))
+    assert int(checksum(tensor)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_places_count(dtype: torch.dtype) -> None:
+    tensor = _tensor((64, 33), dtype)
+    seen = {int(checksum(tensor))}
+    seen |= {int(checksum(tensor.flip(dim))) for dim in (0, 1)}
+    seen |= {int(checksum(torch.roll(tensor, n, dim))) for n in range(1, 33) for dim in (0, 1)}
+    assert len(seen) == 1 + 2 + 64

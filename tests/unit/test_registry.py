@@ -1,4 +1,4 @@
-"""The registry of compression methods: accepted and refused classes, and its users."""
+"""Methods: the registry, its users, and the rules that choose one for each tensor."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from typing import Annotated, Any
 import pytest
 import torch
 from pydantic import Field
-from virtual import World
+from test_exchange import Case, check_law_3
 
-from ds_ckpt.compression import Codec, Expects, Method, base, methods, register
+from ds_ckpt.compression import (
+    Codec,
+    Expects,
+    LowRank,
+    Method,
+    Quantize,
+    TopK,
+    base,
+    methods,
+    register,
+)
 from ds_ckpt.config import json_schema, parse
 from ds_ckpt.config.compression import CompressionConfig, RuleConfig, exchange_settings
 from ds_ckpt.config.verdicts import decisive
-from ds_ckpt.errors import ConfigError
+from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
+from ds_ckpt.exchange.method_rules import MethodRule, MethodSettings, Rules
 from tests import guide
 
 
@@ -83,17 +94,7 @@ def test_its_wrong_settings_are_refused_as_ours_are(
 def test_nothing_is_lost_in_a_world_of_four(sign: type[Method], local: int) -> None:
     codec = sign()
     assert isinstance(codec, Codec)
-    world, total = World(4, lambda name, shape: codec, local=local), torch.zeros(3000).double()
-    delivered = total.clone()
-    for _ in range(3):
-        gradients = [[torch.randn(3000)] for _ in range(4)]
-        shards = world.reduce(["w"], gradients)
-        world.commit()
-        delivered += torch.cat([s[0] for s in shards]).double()
-        total += sum(g[0].double() for g in gradients) / 4
-    residual = world.residual_sum("w", 3000)
-    assert residual.abs().sum() > 0
-    assert torch.allclose(delivered + residual, total, atol=1e-5)
+    check_law_3(Case(4, [(50, 60)], torch.float32, 0, local), codec, 1, 3, 1.0)
 
 
 def test_register_refuses_unusable_methods() -> None:
@@ -147,3 +148,88 @@ def test_entry_points_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     base._load_entry_points.cache_clear()
     assert "sign" not in methods()
+
+
+# rules: the choice of a compressor for each tensor, and the plan
+
+
+SHAPES = [
+    ("embed.weight", torch.Size([32000, 64]), 2),
+    ("layers.0.q.weight", torch.Size([64, 64]), 2),
+    ("layers.0.conv.weight", torch.Size([64, 16, 3, 3]), 2),
+    ("layers.0.norm.weight", torch.Size([64]), 2),
+    ("layers.0.tiny.weight", torch.Size([4, 4]), 2),
+]
+
+
+def rules(method: str, *given: MethodRule, **settings: object) -> Rules:
+    default = MethodSettings(method, **settings)  # type: ignore[arg-type]
+    return Rules(default, rules=given, embeddings=frozenset({"embed.weight"}))
+
+
+def test_built_in_rules() -> None:
+    choose = rules("powersgd", rank=4)
+    assert [choose(n, s) for n, s, _ in SHAPES] == [TopK(), LowRank(4), LowRank(4), None, None]
+    assert rules("quantize")("embed.weight", torch.Size([32000, 64])) == Quantize()
+    assert choose("embed.weight", torch.Size([256, 64])) == LowRank(4)
+    assert choose("tied.weight", torch.Size([32000, 64])) == LowRank(4)
+
+
+def test_a_rank_as_large_as_the_matrix_leaves_it_uncompressed() -> None:
+    assert rules("powersgd", rank=64)("w", torch.Size([64, 64])) is None
+
+
+def test_of_nothing_nothing_is_compressed() -> None:
+    rule = MethodRule("$", "w", MethodSettings("topk"))
+    for choose in (rules("powersgd", rule), Rules(MethodSettings("entropy_coded"), min_numel=0)):
+        assert choose("w", torch.Size([5, 0])) is None
+        assert choose("w", torch.Size([0])) is None
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    choose = rules(
+        "quantize",
+        MethodRule("r0", "*.q.*", MethodSettings("powersgd", rank=2), dims=2),
+        MethodRule("r1", "layers.*", MethodSettings("topk", density=0.1), min_numel=64),
+        MethodRule("r2", "*", MethodSettings("dense"), max_numel=15),
+    )
+    found = [choose(n, s) for n, s, _ in SHAPES]
+    assert found == [Quantize(), LowRank(2), TopK(density=0.1), TopK(density=0.1), None]
+    choose.check([(n, s) for n, s, _ in SHAPES[:4]] + [("b", torch.Size([3]))])
+
+
+def test_rules_that_cannot_work_are_refused_together() -> None:
+    choose = rules(
+        "dense",
+        MethodRule("$.rules[0]", "*.norm.*", MethodSettings("powersgd")),
+        MethodRule("$.rules[1]", "*.missing.*", MethodSettings("topk")),
+        MethodRule("$.rules[2]", "*", MethodSettings("topk")),
+        MethodRule("$.rules[3]", "embed*", MethodSettings("topk")),
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        choose.check((n, s) for n, s, _ in SHAPES)
+    problems = {p.where: p for p in caught.value.problems}
+    assert set(problems) == {"$.rules[0]", "$.rules[1]", "$.rules[3]"}
+    assert "layers.0.norm.weight" in problems["$.rules[0]"].found
+    assert SHAPES[0][0] in problems["$.rules[1]"].remedy
+
+
+def test_the_plan_adds_up() -> None:
+    plan = Assignment.of(rules("powersgd", rank=4), SHAPES, world=8)
+    assert plan.dense_bytes == sum(2 * s.numel() for _, s, _ in SHAPES)
+    by_compressor = plan.by_compressor()
+    assert sum(n for n, _, _ in by_compressor.values()) == len(SHAPES)
+    assert sum(sent for _, _, sent in by_compressor.values()) == plan.sent_bytes
+    q = next(t for t in plan.tensors if t.name == "layers.0.q.weight")
+    assert q.how == "PowerSGD rank 4"
+    assert q.sent_bytes == 2 * 4 * 4 * (64 + 64)
+    assert plan.share == plan.sent_bytes / plan.dense_bytes
+
+
+def test_rows_that_a_host_divides_have_a_right_factor_each() -> None:
+    shapes = [("w", torch.Size([1024, 1024]), 2)]
+    plans = [Assignment.of(rules("powersgd", rank=4), shapes, 2, local) for local in (1, 2, 4)]
+    assert [p.sent_bytes for p in plans] == [4 * 4 * 1024 * (1 + local) for local in (1, 2, 4)]
+    high = MethodSettings("powersgd", rank=64)
+    assert Rules(high)("w", torch.Size([1024, 1024])) == LowRank(64)
+    assert Rules(high, local=8)("w", torch.Size([1024, 1024])) is None

@@ -1,8 +1,10 @@
-"""Times and errors of an exchange; errors are compared with the residuals."""
+"""Times and errors of an exchange, compared with the residuals; the step log."""
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from virtual import World
 
 from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK
 from ds_ckpt.exchange.layout import ShardLayout
+from ds_ckpt.telemetry import Counters, CounterValues, Purpose, steps
+from ds_ckpt.telemetry.steps import Event, ExchangeSample, Interval, StepLog, line_of
 from ds_ckpt.telemetry.timings import (
     EXPOSED,
     Errors,
@@ -136,3 +140,150 @@ def test_ranges_are_there_while_a_profiler_runs_and_break_no_graph() -> None:
         compiled(torch.ones(2))
     names = [event.name for event in seen.events()]
     assert {"ds_ckpt/exchange", "ds_ckpt/recompute"} <= {*names}
+
+
+# the step log: means over the logged steps, one line each, a file per rank
+
+
+@pytest.mark.parametrize("name", ["exp.v1.jsonl", "exp.v1"])
+def test_a_record_is_the_mean_over_its_steps(tmp_path: Path, name: str) -> None:
+    counters = Counters()
+    log = StepLog(counters, every_n_steps=2, path=str(tmp_path / "new" / name), rank=3)
+    for step in range(1, 6):
+        with counters.purpose(Purpose.REDUCE):
+            counters.sent(100 * step)
+        counters.gathers.update([7, 7, 8, 8])
+        log.step_ended(step)
+    lines = (tmp_path / "new" / "exp.v1.3.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["step"], first["steps"]) == (2, 2)
+    assert first["sent_bytes"]["reduce"] == 150
+    assert second["sent_bytes"]["reduce"] == 350
+    assert first["gathers_a_parameter"] == 2
+    assert first["sent_bytes"]["other"] == 0
+    assert first["step_time_s"] > 0
+    assert log.last is not None
+    assert log.last["step"] == 4
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log = StepLog(Counters(), every_n_steps=1, path=str(tmp_path / "file" / "log"), rank=0)
+    log.step_ended(1)
+    log.step_ended(2)
+    assert log.last is not None
+    assert log.last["step"] == 2
+    assert [r.levelname for r in caplog.records if r.levelname != "INFO"] == ["WARNING"]
+    assert "telemetry is no longer written" in caplog.text
+
+
+def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
+    energies, logged = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event]()
+    norms, step = [None, 4.0, None], 0
+    log = StepLog(
+        Counters(),
+        every_n_steps=3,
+        path=str(tmp_path / "t.jsonl"),
+        rank=0,
+        sample=lambda: ExchangeSample({"wire": 0.5 * step}, energies, norms.pop(), True),
+        monitor=logged.extend,
+    )
+    for step in range(1, 7):
+        log.step_ended(step)
+    first, second = map(json.loads, (tmp_path / "t.0.jsonl").read_text().splitlines())
+    for record in (first, second):
+        assert record["exchange_s"] == {"wire": 0.5}
+        assert record["compression_error"] == {"PowerSGD rank 4": 0.5}
+        assert record["compresses"] is True
+    assert first["residual_norm"] == {"PowerSGD rank 4": 0.25}  # 1.0 of 4.0
+    assert second["residual_norm"] == {}
+    events = {name: (value, step) for name, value, step in logged}
+    assert events["ds_ckpt/compression_error/PowerSGD rank 4"] == (0.5, 6)
+    assert events["ds_ckpt/compresses"] == (1.0, 6)
+    assert "ds_ckpt/sent_bytes/reduce" in events
+
+
+def test_a_field_is_one_registered_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "FIELDS", dict(steps.FIELDS))
+
+    @steps.step_field
+    def gathers_per_step(interval: steps.Interval) -> float:
+        return sum(interval.counted.gathers.values()) / interval.steps
+
+    logged: list[Event] = []
+    counters, path = Counters(), tmp_path / "t.jsonl"
+    log = StepLog(counters, every_n_steps=2, path=str(path), rank=0, monitor=logged.extend)
+    for step in (1, 2):
+        counters.gathers[7] += 3
+        log.step_ended(step)
+    assert json.loads((tmp_path / "t.0.jsonl").read_text())["gathers_per_step"] == 3
+    assert ("ds_ckpt/gathers_per_step", 3.0, 2) in logged
+
+
+SECONDS = st.floats(1e-3, 10)
+
+
+def _interval(
+    recompute: float, exchange: float, work: float, *, compressed: bool, before: float | None
+) -> Interval:
+    waits = {"exchange": exchange, "gather": 3 * exchange, "weights": 0.0, "other": 0.0}
+    parts = {**waits, "recompute": recompute, "reduction": exchange + work}
+    counted = CounterValues({Purpose.REDUCE: 200, Purpose.GATHER_FORWARD: 600}, {}, {})
+    sample = ExchangeSample(saved_bytes=1000.0)
+    return Interval(2, 9.0, counted, 1, {}, sample, [(compressed, parts)] * 2, before)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_the_share_is_measured_or_else_estimated(
+    recompute: float, exchange: float, work: float, before: float
+) -> None:
+    share = steps.recompute_paid_share
+    measured = share(_interval(recompute, exchange, work, compressed=True, before=before))
+    saved_s = before - exchange - work
+    assert measured == {"measured": pytest.approx(saved_s / recompute)}
+    estimated = share(_interval(recompute, exchange, work, compressed=True, before=None))
+    saved_s = 1000 * 4 * exchange / 400 - work  # 400 bytes a step
+    assert estimated == {"estimated": pytest.approx(saved_s / recompute)}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "exchange", "compressed"), [(0, 1, True), (1, 0, True), (1, 1, False)]
+)
+def test_a_share_that_is_not_defined_is_absent(
+    recompute: float, exchange: float, compressed: bool
+) -> None:
+    interval = _interval(recompute, exchange, 0.1, compressed=compressed, before=5.0)
+    assert steps.recompute_paid_share(interval) is None
+
+
+def test_uncompressed_steps_are_what_compressed_ones_are_compared_with(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Four of them; the mode is asked for before a step, its time known after it."""
+    caplog.set_level("INFO", "ds_ckpt")
+    spans, mode = Spans(), [False]
+    log = StepLog(
+        *(Counters(),),
+        every_n_steps=1,
+        path=None,
+        rank=0,
+        spans=spans,
+        is_compressing=lambda: mode[0],
+    )
+    for step in range(1, 7):
+        took_s = 4 if step < 5 else 1
+        spans._spans += [Span("reduce", 0, took_s, 1, 0), Span("wire", 0, took_s, 1, 1)]
+        spans._spans.append(Span("recompute", 4, 6, 1, 0))
+        mode[0] = step >= 4
+        log.step_ended(step)
+        assert log.last is not None
+        assert log.last["exposed_s"]["exchange"] == took_s
+        assert log.last.get("recompute_paid_share") == ({"measured": 1.5} if step > 4 else None)
+    assert "recomputation 2.00 s, exposed exchange 1.00 s, 0 MB sent" in caplog.messages[-1]
+    assert "pays for 150% of the recomputation (measured)" in caplog.messages[-1]
+    worse = {**log.last, "recompute_paid_share": {"measured": -0.2}}
+    assert "pays for 0% of the recomputation" in line_of(worse)

@@ -16,44 +16,10 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.cli.validate import REPLACEMENTS, check_file
 from ds_ckpt.config import parse
+from tests.unit.test_config_problems import GOLDEN, config_of, full, problems, short
 from tests.unit.test_config_problems import ROWS as OURS
-from tests.unit.test_config_problems import config_of, full, problems, short
 
-ROWS = """
-optimizer.type=OneBitAdam -> $.optimizer.type: entropy_coded
-optimizer.type=OneBitLamb -> $.optimizer.type: zero3_1bit.json
-optimizer.type=ZeroOneAdam -> $.optimizer.type: "bits":_1.0
-optimizer.type=AdmaW -> $.optimizer.type: not_a_supported_DeepSpeed_optimizer
-optimizer.type=SGD -> $.optimizer.type: zero_allow_untested_optimizer
-optimizer.type=SGD zero_allow_untested_optimizer=true ->
-optimizer.type=SGD z.stage=0 ->
-optimizer.type=Muon -> $.optimizer.type: reduce_scatter
-optimizer.type=Muon z.reduce_scatter=false ->
-scheduler.type=WarmupLR ->
-scheduler.type=CosineAnnealingLR ->
-scheduler.type=WarmupLRR -> $.scheduler.type: WarmupLRR
-z.zeropp_loco_param={} -> z.zeropp_loco_param: "bits":_4
-z.mics_shard_size=2 -> z.mics_shard_size: resident
-z.mics_shard_size=2 c.method=topk -> z.mics_shard_size: resident
-z.reduce_bucket_size=0 -> z.reduce_bucket_size: greater_than_0
-z.stge=3 -> z.stge: not_permitted
-z.stge=3 z.reduce_bucket=4 -> z.stge: not_permitted | z.reduce_bucket: not_permitted
-z.offload_optimizer.device=disk -> z.offload_optimizer.device: cpu
-z.reduce_bucket_size="auto" gradient_clipping="auto" bf16.enabled="auto" ->
-sparse_gradients=true -> $.sparse_gradients: has_been_removed
-elasticity={} optimizer.type=OneBitAdam -> $.elasticity: removed | $.optimizer.type: AdamW
-amp={} -> $.amp: torch_autocast
-activation_checkpointing=null -> $.activation_checkpointing: NoneType
-prescale_gradients=true -> $.prescale_gradients: reduce_scatter
-prescale_gradients=true z.stage=2 ->
-gradient_predivide_factor=2.0 a.policy=b -> $.gradient_predivide_factor: scale | a.policy: must
-train_micro_batch_size_per_gpu=null -> $: needs_to_be_provided
-train_micro_batch_size_per_gpu=0 -> $.train_micro_batch_size_per_gpu: greater_than_0
-train_micro_batch_size_per_gpu="auto" train_batch_size="auto" gradient_accumulation_steps="auto" ->
-train_batch_size=64 train_micro_batch_size_per_gpu="auto" ->
-train_batch_size=64 gradient_accumulation_steps=4 ->
-train_batch_size=60 gradient_accumulation_steps=4 -> $.train_batch_size: not_equal
-"""
+ROWS = (GOLDEN / "deepspeeds_refusals.txt").read_text().splitlines()
 
 
 def answer(tmp_path: Path, config: dict[str, Any], ranks: int | None = None) -> dict[str, Any]:
@@ -62,7 +28,7 @@ def answer(tmp_path: Path, config: dict[str, Any], ranks: int | None = None) -> 
     return check_file(path, ranks)
 
 
-@pytest.mark.parametrize("row", ROWS.strip().splitlines())
+@pytest.mark.parametrize("row", ROWS)
 def test_deepspeeds_refusals_by_path(tmp_path: Path, row: str) -> None:
     keys, _, reported = row.partition("->")
     expected = dict(one.strip().split(": ") for one in reported.split(" | ") if one.strip())
@@ -76,7 +42,7 @@ def test_deepspeeds_refusals_by_path(tmp_path: Path, row: str) -> None:
 
 def test_our_own_rules_are_those_of_a_start(tmp_path: Path) -> None:
     """Every row that `parse` refuses is refused, and what it accepts DeepSpeed may refuse alone."""
-    for row in OURS.strip().splitlines()[::4]:
+    for row in OURS[::4]:
         config = config_of(row.partition("->")[0])
         found = {one["where"] for one in answer(tmp_path, config)["problems"]}
         assert found >= problems(config).keys(), row
