@@ -41,32 +41,20 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="the faults, and nothing is run")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults")
-    parser.add_argument("--kind", choices=["unit", "distributed"], help="by the tests they name")
     parser.add_argument("--whole", action="store_true", help="the whole fast suite for each")
-    parser.add_argument("--clean", action="store_true", help="the named tests without any fault")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree at work at once")
     options = parser.parse_args()
-    faults = [f for f in read_all() if options.kind in (None, _kind(f))]
+    faults = read_all()
     if options.only:
         unknown = set(options.only) - {f.name for f in faults}
         if unknown:
             parser.error(f"no such fault: {', '.join(sorted(unknown))}")
         faults = [f for f in faults if f.name in options.only]
-    if options.list:
-        for fault in faults:
-            print(f"{fault.name}  [{fault.law}]  {fault.what}\n    {' '.join(fault.tests)}")
-        return 0
-    if options.clean:
-        selections = dict.fromkeys(f.tests for f in faults)
-        faults = [Fault(" ".join(tests), "", "none", tests, ()) for tests in selections]
     return _run(faults, options)
 
 
 def _run(faults: list[Fault], options: argparse.Namespace) -> int:
-    ends = {"caught"} if not options.clean else {"NOT CAUGHT"}
-    words = {"caught": "fails", "NOT CAUGHT": "passes"} if options.clean else {}
     width = max((len(f.name) for f in faults), default=0)
     left = 0
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_faults_") as folder:
@@ -74,15 +62,14 @@ def _run(faults: list[Fault], options: argparse.Namespace) -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             results = pool.map(lambda f: trees.meet(f, whole=options.whole), faults)
             for fault, result in zip(faults, results, strict=True):
-                left += result.verdict not in ends
-                verdict = words.get(result.verdict, result.verdict)
+                left += result.verdict != "caught"
                 law = fault.law if len(fault.law) > 1 else f"law {fault.law}"
                 print(
-                    f"{fault.name:{width}}  {verdict:14}  {result.seconds:5.0f} s  {law}: "
+                    f"{fault.name:{width}}  {result.verdict:14}  {result.seconds:5.0f} s  {law}: "
                     f"{result.by}",
                     flush=True,
                 )
-    print(f"{len(faults) - left} of {len(faults)} {'pass' if options.clean else 'caught'}")
+    print(f"{len(faults) - left} of {len(faults)} caught")
     return 1 if left else 0
 
 
@@ -147,10 +134,6 @@ def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
 
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-rf", "--tb=no", "-p", "no:cacheprovider"]
 _PYTEST += ["--hypothesis-profile", "thorough"]
-
-
-def _kind(fault: Fault) -> str:
-    return "distributed" if "tests/distributed" in " ".join(fault.tests) else "unit"
 
 
 if __name__ == "__main__":

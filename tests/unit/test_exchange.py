@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_codecs import codecs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual import World, assemble
 
-from ds_ckpt.compression import Codec, Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
-from ds_ckpt.compression.quantize import BITS, BLOCKS
+from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, TopK
 from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
-from ds_ckpt.compression.topk import VALUE_FORMATS
 from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import UnsupportedError
@@ -34,16 +33,6 @@ shapes = st.one_of(
     st.tuples(st.integers(1, 50)),
     st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(1, 6)),
     st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
-)
-codecs: st.SearchStrategy[Codec] = st.one_of(
-    st.builds(
-        TopK,
-        density=st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0]),
-        values=st.sampled_from(VALUE_FORMATS),
-    ),
-    st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
-    st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
-    st.builds(EntropyCoded, bits=st.sampled_from([0.33, 1.0, 2.0])),
 )
 low_ranks = st.builds(LowRank, st.integers(1, 6))
 compressors: st.SearchStrategy[Compressor | None] = st.one_of(codecs, low_ranks)

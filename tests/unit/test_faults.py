@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.patches import FOLDER, PACKAGE, ROOT, DoesNotApplyError, Fault, read_all
+from tests.faults.patches import PACKAGE, ROOT, DoesNotApplyError, Fault, read_all
 
 FAULTS = read_all()
 BLOCK = """def first():
@@ -83,7 +83,3 @@ def test_text_that_stands_twice_or_nowhere_is_refused_and_changes_nothing(tmp_pa
 def test_a_file_that_is_no_fault_is_refused(tmp_path: Path, hunk: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"wrong_scale\.patch"):
         _fault(tmp_path, *hunk)
-
-
-def test_all_of_the_folder_is_read() -> None:
-    assert [fault.name for fault in FAULTS] == sorted(p.stem for p in FOLDER.glob("*.patch"))

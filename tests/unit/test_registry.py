@@ -25,10 +25,11 @@ from ds_ckpt.compression import (
 from ds_ckpt.config import json_schema, parse
 from ds_ckpt.config.compression import CompressionConfig, RuleConfig, exchange_settings
 from ds_ckpt.config.verdicts import decisive
-from ds_ckpt.errors import ConfigError, UnsupportedError
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import MethodRule, MethodSettings, Rules
 from tests import guide
+from tests.unit.test_config_problems import check_row
 
 
 @pytest.fixture
@@ -39,12 +40,6 @@ def sign() -> Iterator[type[Method]]:
 
 def config(**compression: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": compression}}
-
-
-def problems(**compression: Any) -> dict[str, Any]:
-    with pytest.raises(ConfigError) as caught:
-        parse(config(**compression))
-    return {p.where.removeprefix("$.ds_ckpt.compression."): p for p in caught.value.problems}
 
 
 def test_names_that_mean_something_else_are_taken() -> None:
@@ -69,25 +64,22 @@ def test_a_method_from_outside_is_known_from_json_to_the_wire(sign: type[Method]
 
 
 @pytest.mark.parametrize(
-    ("section", "where", "word"),
+    "row",
     [
-        ({"sign": {"block": 7}}, "sign.block", "from 8 to 4096"),
-        ({"sign": {"block": "64"}}, "sign.block", "in quotes it is text"),
-        ({"sign": {"block": "auto"}}, "sign.block", "auto"),
-        ({"sign": {"blok": 64}}, "sign.blok", 'did you mean "block"?'),
-        ({"sign": 64}, "sign", "object in braces"),
-        ({"topk": {"density": 0.1}}, "topk", 'method is "sign"'),
-        ({"method": "topk", "sign": {"block": 64}}, "sign", 'method is "topk"'),
-        ({"method": "sing"}, "method", '"sign"'),
-        ({"rules": [{"match": "*", "method": "topk", "sign": {"block": 8}}]},)
-        + ("rules[0].sign", 'method is "topk"'),
+        "c.sign.block=7 -> c.sign.block: from_8_to_4096",
+        'c.sign.block="64" -> c.sign.block: in_quotes_it_is_text',
+        "c.sign.block=auto -> c.sign.block: auto",
+        'c.sign.blok=64 -> c.sign.blok: did_you_mean_"block"?',
+        "c.sign=64 -> c.sign: object_in_braces",
+        'c.topk.density=0.1 -> c.topk: method_is_"sign"',
+        'c.method=topk c.sign.block=64 -> c.sign: method_is_"topk"',
+        'c.method=sing -> c.method: "sign"',
+        'c.rules=[{"match":"*","method":"topk","sign":{"block":8}}] -> c.rules[0].sign: is_"topk"',
     ],
 )
-def test_its_wrong_settings_are_refused_as_ours_are(
-    sign: type[Method], section: dict[str, Any], where: str, word: str
-) -> None:
-    problem = problems(**{"method": "sign", **section})[where]
-    assert word in f"{problem.why} {problem.remedy}"
+@pytest.mark.usefixtures("sign")
+def test_its_wrong_settings_are_refused_as_ours_are(row: str) -> None:
+    check_row(f"c.method=sign {row}")
 
 
 @pytest.mark.parametrize("local", [1, 2])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.cli.validate import REPLACEMENTS, check_file
 from ds_ckpt.config import parse
-from tests.unit.test_config_problems import GOLDEN, config_of, full, problems, short
+from tests.unit.test_config_problems import GOLDEN, config_of, full, problems, read_row, short
 from tests.unit.test_config_problems import ROWS as OURS
 
 ROWS = (GOLDEN / "deepspeeds_refusals.txt").read_text().splitlines()
@@ -30,8 +30,7 @@ def answer(tmp_path: Path, config: dict[str, Any], ranks: int | None = None) -> 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_deepspeeds_refusals_by_path(tmp_path: Path, row: str) -> None:
-    keys, _, reported = row.partition("->")
-    expected = dict(one.strip().split(": ") for one in reported.split(" | ") if one.strip())
+    keys, expected = read_row(row)
     found = answer(tmp_path, config_of(f"train_micro_batch_size_per_gpu=2 a.policy=block {keys}"))
     words = {one["where"]: short(f"{one['why']} {one['remedy']}") for one in found["problems"]}
     assert words.keys() == {"$" if path == "$" else full(path) for path in expected}
