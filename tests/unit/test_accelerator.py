@@ -190,9 +190,7 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     ("method", "local", "holds"),
     [*((method, 1, False) for method in METHODS), ("3 bits", 2, True), (BESIDE, 1, True)],
 )
-def test_preallocation_runs_all_that_a_step_runs_and_leaves_nothing(
-    method: str, local: int, holds: bool
-) -> None:
+def test_preallocation_runs_all_that_a_step_runs_and_leaves_nothing(method, local, holds) -> None:
     """Kernels are those of the operators, messages those of every group, of the same sizes."""
     size = 2 * local
     processes = OnGpus(size, method, local=local, holds=holds)
@@ -305,9 +303,7 @@ AROUND = (*SURROUNDINGS, "another default type")
         ),
     ],
 )
-def test_surroundings_change_no_bit(
-    method: str, residual_dtype: ResidualDtype, around: str
-) -> None:
+def test_surroundings_change_no_bit(method, residual_dtype, around) -> None:
     plain = _run(method, residual_dtype, contextlib.nullcontext)
     with _default_dtype(torch.bfloat16 if around not in SURROUNDINGS else torch.float32):
         inside = SURROUNDINGS.get(around, contextlib.nullcontext)
@@ -350,9 +346,7 @@ def test_every_operator_of_entropy_coding_has_a_deterministic_form_on_cuda() -> 
 
 @pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("local", [1, 2])
-def test_residuals_are_there_before_the_first_step(
-    residual_dtype: ResidualDtype, local: int
-) -> None:
+def test_residuals_are_there_before_the_first_step(residual_dtype, local) -> None:
     world = World(2 * local, _choose("3 bits"), local=local, residual_dtype=residual_dtype)
     shapes = [(name, torch.Size(shape)) for name, shape in zip(_names(4), SHAPES, strict=True)]
     for exchange in world.exchanges:

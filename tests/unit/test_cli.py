@@ -96,9 +96,7 @@ REFUSED = (Path(__file__).parent / "golden" / "refused_commands.txt").read_text(
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_commands_that_cannot_work_are_refused_with_words(
-    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_that_cannot_work_are_refused_with_words(row, tmp_path, monkeypatch) -> None:
     """An error that is ours has a remedy, and nothing is begun."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -132,9 +130,7 @@ def test_doctor_reports_every_group_as_json() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("broken", 1), ("missing", 0)])
-def test_doctor_fails_only_for_a_broken_hook(
-    monkeypatch: pytest.MonkeyPatch, status: doctor.Status, code: int
-) -> None:
+def test_doctor_fails_only_for_a_broken_hook(monkeypatch, status, code) -> None:
     finding = doctor.Finding("hooks", "step", status, "not there", "install 0.19.8")
     monkeypatch.setattr(doctor, "examine", lambda: [finding])
     result = run(app, ["doctor"])

@@ -94,9 +94,7 @@ def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @example(TopK(density=0.01, values="int8"), 64, 1, "normal", FP32.max)
 @example(TopK(density=1.0, values="int8"), 64, 0, "constant", 127 * 1.4 * 2.0**-133)
 @example(Dense(torch.bfloat16), 64, 0, "constant", FP32.max)
-def test_sent_plus_left_is_what_was_there(
-    codec: Codec, numel: int, seed: int, kind: str, scale: float
-) -> None:
+def test_sent_plus_left_is_what_was_there(codec, numel, seed, kind, scale) -> None:
     values = gradient(kind, numel, seed, scale)
     _, left, arrived = round_trip(codec, values)
     assert torch.isfinite(left).all()

@@ -224,9 +224,7 @@ def test_rules_become_compressors() -> None:
         ({"method": "dense", "rules": [{"match": "*", "method": "topk"}]}, True),
     ],
 )
-def test_micro_steps_wait_if_there_are_residuals(
-    section: dict[str, Any], has_residuals: bool
-) -> None:
+def test_micro_steps_wait_if_there_are_residuals(section, has_residuals) -> None:
     expected = {"auto": has_residuals, "micro_step": False, "accumulation_boundary": True}
     for when, waits in expected.items():
         found = exchange_settings(compression(**section, exchange={"when": when}))
@@ -243,9 +241,7 @@ OLD = [
 
 
 @pytest.mark.parametrize(("old", "words", "new"), OLD)
-def test_a_key_of_an_earlier_release_warns_once(
-    old: dict[str, Any], words: str, new: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_of_an_earlier_release_warns_once(old, words, new, caplog) -> None:
     warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="ds_ckpt")
     for _ in range(2):
@@ -299,9 +295,7 @@ def test_strict_json_is_read(tmp_path: Path) -> None:
         ('{"a": ' + "1" * 5000 + "}", ["FILE"]),
     ],
 )
-def test_a_file_that_is_not_strict_json_is_refused(
-    tmp_path: Path, text: str, places: list[str]
-) -> None:
+def test_a_file_that_is_not_strict_json_is_refused(tmp_path, text, places) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as caught:

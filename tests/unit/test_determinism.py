@@ -94,9 +94,7 @@ def test_every_nth_forward_is_compared() -> None:
 
 
 @pytest.mark.parametrize("to", [lambda x: x.double(), lambda x: x.transpose(0, 1)])
-def test_another_number_or_shape_of_tensors_is_named_without_the_check(
-    to: Callable[[Tensor], Tensor],
-) -> None:
+def test_another_number_or_shape_of_tensors_is_named_without_the_check(to) -> None:
     model = build("llama")
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.gate_proj = Injected(mlp.gate_proj, lambda x: to(to(x).exp().log()).float())
@@ -119,9 +117,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 @pytest.mark.parametrize("shape", [(1,), (5,), (3, 1, 5)])
-def test_a_fingerprint_depends_on_every_entry(
-    shape: tuple[int, ...], dtype: torch.dtype, view: str
-) -> None:
+def test_a_fingerprint_depends_on_every_entry(shape, dtype, view) -> None:
     x = torch.ones(shape, dtype=dtype)
     before, same = (fingerprint(VIEWS[view](t)) for t in (x, x.clone()))
     assert before is not None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, TopK
-from ds_ckpt.compression.storage import QuantizedTensor, ResidualDtype
+from ds_ckpt.compression.storage import QuantizedTensor
 from ds_ckpt.compression.wire import HEADER_BYTES
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import UnsupportedError
@@ -114,9 +114,7 @@ several_hosts = hosts.filter(
     st.sampled_from([1.0, 1024.0]),
     st.integers(0, 1),
 )
-def test_sending_everything_is_the_mean_on_one_level_and_two(
-    case: Case, codec: Codec | None, loss_scale: float, step: int
-) -> None:
+def test_sending_everything_is_the_mean_on_one_level_and_two(case, codec, loss_scale, step) -> None:
     """Within the rounding of another order of summation: a few units of the largest entry.
 
     Args:
@@ -222,9 +220,7 @@ def check_law_3(
 
 
 @given(hosts, compressors, st.integers(1, 3), st.sampled_from([1.0, 1024.0, 1000.0]), st.booleans())
-def test_nothing_is_lost(
-    case: Case, codec: Compressor | None, micro_steps: int, loss_scale: float, holds: bool
-) -> None:
+def test_nothing_is_lost(case, codec, micro_steps, loss_scale, holds) -> None:
     check_law_3(case, codec, micro_steps, 2, loss_scale, holds=holds)
 
 
@@ -232,9 +228,7 @@ def test_nothing_is_lost(
 
 
 @given(cases, compressors)
-def test_the_owners_part_is_exact_and_leaves_no_residual(
-    case: Case, codec: Compressor | None
-) -> None:
+def test_the_owners_part_is_exact_and_leaves_no_residual(case, codec) -> None:
     world = World(case.world, matrices(codec))
     gradients = case.gradients()
     for me in range(case.world):  # only `me` has a gradient: its own shard must arrive whole
@@ -448,9 +442,7 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("present", [True, False])
-def test_a_nonfinite_accumulated_micro_step_is_flagged_on_every_rank(
-    dtype: ResidualDtype, present: bool
-) -> None:
+def test_a_nonfinite_accumulated_micro_step_is_flagged_on_every_rank(dtype, present) -> None:
     """Also where the residual's type cannot hold an inf, or its parameter misses the last one."""
     processes = World(2, _topk, holds=True, residual_dtype=dtype)
     names, good = ["a", "b"], [[torch.ones(40, 40), torch.ones(40, 40)] for _ in range(2)]

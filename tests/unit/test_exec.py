@@ -138,9 +138,7 @@ def stock(args: Any = None, config: Any = None, config_params: Any = None) -> An
 
 
 @pytest.mark.parametrize("way", ["config", "config_params", "args", "file", "comments", "base64"])
-def test_the_section_reaches_every_configuration(
-    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_section_reaches_every_configuration(way, monkeypatch, tmp_path) -> None:
     variables = environment.with_plugin({}, SECTION, Path("x"))
     assert all(name.startswith("PYTHON") for name in variables)
     assert not set("\"' ,;$") & set(variables[environment.SECTION_VARIABLE])
@@ -161,9 +159,7 @@ def test_the_section_reaches_every_configuration(
     assert way not in ("config", "config_params") or source == PLAIN
 
 
-def test_a_configuration_with_a_section_keeps_it_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_configuration_with_a_section_keeps_it_and_says_so(monkeypatch, caplog) -> None:
     variables = environment.with_plugin({}, SECTION, Path("x"))
     monkeypatch.setenv(environment.SECTION_VARIABLE, variables[environment.SECTION_VARIABLE])
     given = {"config": {**PLAIN, "ds_ckpt": {}}}
@@ -225,9 +221,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_lock_without_a_process_is_removed_with_a_line(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_without_a_process_is_removed_with_a_line(lock, monkeypatch, caplog) -> None:
     with lock.open():
         environment.clear_stale_locks(0.0)  # a compiler has it open
         assert lock.exists()
@@ -250,18 +244,14 @@ def test_exec_removes_a_lock_before_the_command(lock: Path) -> None:
     assert f"removed {lock}" in done.stderr
 
 
-def test_a_lock_on_a_shared_file_system_has_to_be_old(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_shared_file_system_has_to_be_old(lock, monkeypatch) -> None:
     monkeypatch.setattr(environment, "_LOCAL_TYPES", ())
     for age_s, stale in ((100, []), (4000, [lock])):
         os.utime(lock, (time.time() - age_s,) * 2)
         assert list(environment.stale_locks()) == stale
 
 
-def test_compiling_is_reported(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiling_is_reported(lock, monkeypatch, caplog) -> None:
     caplog.set_level(logging.WARNING, logger="ds_ckpt")
     monkeypatch.setattr(environment, "_REPORT_AFTER", 1)
     with environment.reported_compiling():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +28,7 @@ def bits(stored: dict[str, QuantizedTensor]) -> dict[str, list[list[int]]]:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 2**31),
 )
-def test_the_units_are_those_of_the_mean(
-    world: int, loss_scale: float, dtype: torch.dtype, seed: int
-) -> None:
+def test_the_units_are_those_of_the_mean(world, loss_scale, dtype, seed) -> None:
     """In two micro-steps and the step behind; nothing underflows in half precision."""
     feedback = Feedback()
     gradients = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -134,9 +131,7 @@ def values(numel: int, seed: int, exponent: float = 0.0) -> Tensor:
     st.integers(0, 2**31),
     st.sampled_from([0.0, -100.0, -140.0, 100.0, 127.0]),
 )
-def test_each_entry_is_within_one_unit(
-    dtype: ResidualDtype, numel: int, seed: int, exponent: float
-) -> None:
+def test_each_entry_is_within_one_unit(dtype, numel, seed, exponent) -> None:
     working = values(numel, seed, exponent)
     before = working.clone()
     stored = encoded(dtype, working, f"{seed}")
@@ -199,9 +194,7 @@ def step(feedback: Feedback, seed: int, names: tuple[str, ...] = ("a", "b")) -> 
     st.sampled_from(["accelerator", "cpu"]),
     st.lists(st.booleans(), min_size=1, max_size=6),
 )
-def test_a_skipped_step_leaves_bits_and_rounding_as_they_were(
-    dtype: ResidualDtype, device: Any, taken: list[bool]
-) -> None:
+def test_a_skipped_step_leaves_bits_and_rounding_as_they_were(dtype, device, taken) -> None:
     """A run with skipped steps among others is, to the bit, the run without them."""
     feedback, clean = Feedback(dtype=dtype, device=device), Feedback(dtype=dtype)
     for seed, takes in enumerate(taken):
@@ -238,9 +231,7 @@ def test_a_resumed_run_goes_on_to_the_bit(dtype: ResidualDtype) -> None:
 
 @pytest.mark.parametrize("loaded", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_dtype_loads_exactly_and_is_rounded_by_the_next_step(
-    dtype: ResidualDtype, loaded: ResidualDtype
-) -> None:
+def test_another_dtype_loads_exactly_and_is_rounded_by_the_next_step(dtype, loaded) -> None:
     source, feedback = Feedback(dtype=loaded), Feedback(dtype=dtype)
     step(source, 0)
     source.commit()

@@ -79,9 +79,7 @@ def _scales(codec: Quantize, payloads: Tensor, numel: int) -> Tensor:
 
 @given(exact, numels, st.integers(1, 3), seeds, st.sampled_from(SCALES))
 @example(Quantize(bits=3), 2044, 2, 3, 1.0)  # what fills up lies behind the last program's bytes
-def test_packing_is_bit_equal_to_the_operators(
-    codec: Quantize, numel: int, rows: int, seed: int, scale: float
-) -> None:
+def test_packing_is_bit_equal_to_the_operators(codec, numel, rows, seed, scale) -> None:
     values = torch.stack([gradient(numel, seed + r, scale) for r in range(rows)])
     wanted, wanted_left = _packed(codec, values, on=False)
     got, left = _packed(codec, values, on=True)
@@ -92,9 +90,7 @@ def test_packing_is_bit_equal_to_the_operators(
 
 
 @given(two_bits, numels, seeds, st.sampled_from([1.0, 3e-5, 1e-15, 1e15]))
-def test_two_bits_differ_by_a_rounding_of_the_scale(
-    codec: Quantize, numel: int, seed: int, scale: float
-) -> None:
+def test_two_bits_differ_by_a_rounding_of_the_scale(codec, numel, seed, scale) -> None:
     values = gradient(numel, seed, scale).unsqueeze(0)
     wanted, _ = _packed(codec, values, on=False)
     got, left = _packed(codec, values, on=True)
@@ -111,9 +107,7 @@ def test_two_bits_differ_by_a_rounding_of_the_scale(
 @given(
     st.one_of(exact, two_bits), numels, st.integers(1, 4), seeds, st.sampled_from([1.0, 8.0, 1e3])
 )
-def test_unpacking_is_bit_equal_to_the_operators(
-    codec: Quantize, numel: int, rows: int, seed: int, scale: float
-) -> None:
+def test_unpacking_is_bit_equal_to_the_operators(codec, numel, rows, seed, scale) -> None:
     values = torch.stack([gradient(numel, seed + r) for r in range(rows)])
     payloads, _ = _packed(codec, values, on=False)
     start = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
@@ -126,9 +120,7 @@ def test_unpacking_is_bit_equal_to_the_operators(
 
 
 @given(st.integers(1, 3000), st.sampled_from([0.004, 0.01, 0.05, 0.3]), st.integers(1, 3), seeds)
-def test_maxima_of_blocks_are_those_of_the_operators(
-    numel: int, density: float, shards: int, seed: int
-) -> None:
+def test_maxima_of_blocks_are_those_of_the_operators(numel, density, shards, seed) -> None:
     blocks = blocks_for(numel, density)
     values = torch.stack([gradient(numel, seed + s) for s in range(shards)])
     found = []
@@ -141,9 +133,7 @@ def test_maxima_of_blocks_are_those_of_the_operators(
     assert torch.equal(*found)
 
 
-def test_kernels_that_cannot_be_compiled_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch, caplog) -> None:
     fused.is_supported.cache_clear()
     device = torch.device("cuda")
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: 1 / 0)
@@ -235,9 +225,7 @@ def _steps(
     ],
     ids=str,
 )
-def test_an_exchange_with_kernels_is_bit_equal_to_one_without(
-    method: str, more: dict[str, Any]
-) -> None:
+def test_an_exchange_with_kernels_is_bit_equal_to_one_without(method, more) -> None:
     found = []
     for on in (False, True):
         with kernels(on):

@@ -18,7 +18,7 @@ import ds_ckpt
 from ds_ckpt import Session, compression, run, uninstall
 from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.refusals import refuse_unsupported
-from ds_ckpt.errors import DsCkptError, Problem, StateError, UnsupportedError
+from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import NodeLayout
 
@@ -111,9 +111,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     uninstall()
 
 
-def test_the_launcher_argument_goes_on_to_the_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_launcher_argument_goes_on_to_the_script(tmp_path, capsys) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:], __name__)\nimport beside\n")
     (tmp_path / "beside.py").write_text("")
@@ -124,9 +122,7 @@ def test_the_launcher_argument_goes_on_to_the_script(
     assert expected in capsys.readouterr().out
 
 
-def test_a_module_of_a_package_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_of_a_package_runs(tmp_path, capsys, monkeypatch) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "train.py").write_text(
         "import sys\nprint(sys.argv, __name__, __package__)\n"
@@ -176,9 +172,7 @@ class Parameter(SimpleNamespace):
         return 2
 
 
-def test_a_copy_of_the_weights_that_does_not_fit_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused(monkeypatch) -> None:
     """On 4 nodes of 2: 4 shards of 8, of 2 bytes, on memory that the 2 ranks of a node share."""
     missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
     made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
@@ -204,9 +198,7 @@ def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])
 @pytest.mark.parametrize("headline", [None, "nothing fits"])
-def test_an_error_can_be_raised_in_another_process(
-    kind: type[DsCkptError], headline: str | None
-) -> None:
+def test_an_error_can_be_raised_in_another_process(kind, headline) -> None:
     error = kind([Problem("a", "b", "c", "d"), Problem("e", "f", "g", "h")], headline=headline)
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind

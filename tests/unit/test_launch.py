@@ -158,9 +158,7 @@ def test_the_module_gets_its_job_and_sends_events_also_before_a_failure(tmp_path
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_silence_ends_what_is_launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
-) -> None:
+def test_a_silence_ends_what_is_launched(tmp_path, monkeypatch, begins) -> None:
     monkeypatch.setattr("ds_ckpt.lab.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
     hosts = Hosts("process.beat()\n" * begins + "time.sleep(600)")
     with pytest.raises(LaunchError, match="and all nodes answer") as caught:
@@ -174,9 +172,7 @@ def test_a_silence_ends_what_is_launched(
 
 
 @pytest.mark.parametrize("code", ["time.sleep(600)", "sys.exit(1)"])
-def test_a_host_that_does_not_answer_is_named_whatever_has_ended_the_launch(
-    tmp_path: Path, code: str
-) -> None:
+def test_a_host_that_does_not_answer_is_named_whatever_has_ended_the_launch(tmp_path, code) -> None:
     hosts = Hosts(f"process.beat()\n{code}", b=(255, "", "No route to host"), c=(124, "", ""))
     with pytest.raises(HostError, match="b: found no answer: ssh: No route") as caught:
         launch(hosts, "m", {}, tmp_path, stall_s=1.0)
@@ -373,9 +369,7 @@ def test_events_of_rank_0_arrive_once_and_complete(tmp_path: Path) -> None:
         assert list(listener.poll()) == events
 
 
-def test_a_silence_has_a_bound_and_the_start_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silence_has_a_bound_and_the_start_another(tmp_path, monkeypatch) -> None:
     listener = Listener(tmp_path, stall_s=0.2)
     time.sleep(0.3)
     assert listener.overdue_s() is None  # it may still start

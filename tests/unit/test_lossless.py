@@ -30,9 +30,7 @@ def bits(weights: Tensor) -> Tensor:
     spread=st.sampled_from([0, 1, 2, 7, 100, 40_000]),
     share=st.sampled_from([0.0, 0.02, 1.0]),
 )
-def test_every_bit_comes_through(
-    seed: int, numel: int, dtype: torch.dtype, spread: int, share: float
-) -> None:
+def test_every_bit_comes_through(seed, numel, dtype, spread, share) -> None:
     """Any bit pattern, not a number, infinities and both zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     old = torch.randint(-(2**15), 2**15, (numel,), generator=generator).to(torch.int16)
@@ -82,9 +80,7 @@ def test_an_error_in_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) ->
         ({"LOCAL_SIZE": "4"}, 2, 2),  # the launcher has divided them already
     ],
 )
-def test_ranks_of_a_node_share_its_cores(
-    environment: dict[str, str], bound: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_node_share_its_cores(environment, bound, threads, monkeypatch) -> None:
     for key in lossless._LOCAL_SIZE:
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():

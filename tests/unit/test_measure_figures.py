@@ -238,9 +238,7 @@ STEPS = st.integers(1, 4).flatmap(
 
 
 @given(STEPS, st.sampled_from([None, 0.5, 200.0]), st.sampled_from([0.0, 0.1, 50.0]))
-def test_any_steps_give_exactly_one_sentence(
-    steps_s: dict[str, Any], rate: float | None, work_s: float
-) -> None:
+def test_any_steps_give_exactly_one_sentence(steps_s, rate, work_s) -> None:
     """Never NaN or infinite; a share only where the interval of the cost excludes zero."""
     findings = _timed(steps_s, rate, work_s)
     sentence, (one,) = headline(findings), findings.comparisons

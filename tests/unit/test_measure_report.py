@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -63,9 +62,7 @@ def page(run_folder: Path) -> str:
     return (run_folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_text_and_first_screen_are_the_golden_ones(
-    run_folder: Path, page: str, is_golden: Callable[[str, str], bool]
-) -> None:
+def test_text_and_first_screen_are_the_golden_ones(run_folder, page, is_golden) -> None:
     """Of the page sentence, table and chart, up to the next heading."""
     assert is_golden("measure_report.md", (run_folder / "report.md").read_text())
     first, *_ = page[page.index("<body>") :].partition("<h2>")
@@ -197,9 +194,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         Report.of(tmp_path)
 
 
-def test_without_its_packages_the_page_alone_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_packages_the_page_alone_is_missing(tmp_path, monkeypatch) -> None:
     folder = write_run(tmp_path / "run")
     for name in ("jinja2", "matplotlib.figure"):
         with monkeypatch.context() as without:

@@ -102,9 +102,7 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("on_hosts", [True, False])
-def test_the_demo_is_a_preset(
-    on_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
     specs: list[Spec] = []
 
     def measured(spec: Spec, path: Path, **_: object) -> None:
@@ -217,9 +215,7 @@ LOOPBACK: dict[str, Any] = {"where": "loopback", "hosts": 1, "slots": 2, "rates"
         ({"model": "mine:make"}, ["--model, --shape"]),
     ],
 )
-def test_settings_that_cannot_work_are_refused_together(
-    settings: dict[str, Any], problems: list[str]
-) -> None:
+def test_settings_that_cannot_work_are_refused_together(settings, problems) -> None:
     if not problems:
         check(Spec(**settings))
         return

@@ -107,9 +107,7 @@ def test_a_tensor_whose_squares_overflow_leaves_others_alone() -> None:
 
 
 @pytest.mark.parametrize("own_too", [False, True])
-def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(
-    own_too: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_and_less_is_kept_back_in_the_metric(own_too, monkeypatch) -> None:
     if own_too:
         monkeypatch.setattr(validation_world, "AllToAllExchange", OwnShareToo)
     kept = {}
@@ -201,9 +199,7 @@ class _Kernel:
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "FusedAdam"])
-def test_deepspeeds_adams_read_their_betas_in_every_step(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeeds_adams_read_their_betas_in_every_step(name, monkeypatch) -> None:
     from deepspeed.ops import adam
 
     kernel = _Kernel()

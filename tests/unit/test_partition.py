@@ -183,9 +183,7 @@ def _input(rows: int = 6, width: int = 8, seed: int = 1) -> Tensor:
         }
     ),
 )
-def test_gradients_are_bitwise_those_of_no_checkpointing(
-    width: int, rows: int, blocks: int, size: int, how: dict[str, Any]
-) -> None:
+def test_gradients_are_bitwise_those_of_no_checkpointing(width, rows, blocks, size, how) -> None:
     x = _input(rows, width)
     plain = grads(Model(width, blocks), x)
 

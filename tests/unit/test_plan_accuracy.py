@@ -53,9 +53,7 @@ def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
     assert capsys.readouterr().out.splitlines()[-1] in record, "choose again, keep the output"
 
 
-def test_published_points_come_out_within_25_percent(
-    benchmark: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_points_come_out_within_25_percent(benchmark, capsys) -> None:
     """With the data sheet's share of peak, or with the share that the program itself reached."""
     benchmark("plan_published").main()
     rows = [line for line in capsys.readouterr().out.splitlines() if "%" in line]

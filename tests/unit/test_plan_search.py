@@ -264,9 +264,7 @@ def test_verdicts_decide_what_may_be_lost() -> None:
         ("8 nodes x 1 A100, 1 Gbit/s", "any", True),
     ],
 )
-def test_without_feedback_no_more_may_round_than_in_the_verdicts(
-    text: str, loss: Loss, allowed: bool
-) -> None:
+def test_without_feedback_no_more_may_round_than_in_the_verdicts(text, loss, allowed) -> None:
     """Verdicts on it have four workers, and eight, with which it is open at half a percent."""
     search = ask(text, sequences=64, loss=loss)
     names = {m.name for m in search.methods}

@@ -195,9 +195,7 @@ def test_all_wait_for_a_slow_host(slowest: float) -> None:
 
 
 @pytest.mark.parametrize(("burst_bytes", "gather_s"), [(0.0, 0.5), (2.0, 0.25), (4.0, 0.0)])
-def test_a_shapers_bucket_passes_what_a_pause_has_earned(
-    burst_bytes: float, gather_s: float
-) -> None:
+def test_a_shapers_bucket_passes_what_a_pause_has_earned(burst_bytes, gather_s) -> None:
     """Gathers of 4 bytes at 8 bytes a second, a pause of a second before each but the first."""
     blocks, strategy = (
         [TimedBlock(2, 0, 1.0, 1.0)] * 2,
@@ -210,9 +208,7 @@ def test_a_shapers_bucket_passes_what_a_pause_has_earned(
 @pytest.mark.parametrize(
     ("duplex", "ring", "link_s"), [(True, False, 2.0), (False, False, 4.0), (False, True, 2.0)]
 )
-def test_a_link_that_queues_carries_all_to_alls_one_way_at_a_time(
-    duplex: bool, ring: bool, link_s: float
-) -> None:
+def test_a_link_that_queues_carries_all_to_alls_one_way_at_a_time(duplex, ring, link_s) -> None:
     machine = replace(PAIR, network=Link(8.0, duplex=duplex))
     strategy = Strategy(1, 4, GradientTimes(8.0, ring=ring), bucket=2)
     step = simulate(machine, [TimedBlock(0, 2, 1.0, 2.0)], strategy)

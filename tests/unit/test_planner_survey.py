@@ -312,9 +312,7 @@ def test_it_finds_what_trying_everything_finds(blocks: list[list[Option]], room:
 
 
 @given(_options(), st.integers(8, 40), st.floats(0.05, 0.98))
-def test_a_thinned_front_fits_and_costs_little_more(
-    options: list[Option], count: int, share: float
-) -> None:
+def test_a_thinned_front_fits_and_costs_little_more(options, count, share) -> None:
     blocks = [options] * count
     low = least(blocks, Room(0))[0]
     high = max(o.full for o in options) + count * max(o.held for o in options)

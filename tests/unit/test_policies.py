@@ -250,9 +250,7 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)], ids=str)
 @pytest.mark.parametrize("product", ["linear with bias", "matmul"])
 @pytest.mark.parametrize("write", WRITES)
-def test_results_that_are_written_over_are_not_kept(
-    write: str, product: str, shape: tuple[int, ...]
-) -> None:
+def test_results_that_are_written_over_are_not_kept(write, product, shape) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"bias": "bias" in product, "matmul": product == "matmul"}
     model = nn.Sequential(*(Block(WRITES[write], **settings) for _ in range(2)))
@@ -280,9 +278,7 @@ class _Drawing(nn.Module):
 
 
 @pytest.mark.parametrize("save_ops", [("aten.rand_like",), ("matmuls", "aten.rand_like")], ids=str)
-def test_random_numbers_after_saved_ones_are_those_of_the_forward(
-    save_ops: tuple[str, ...],
-) -> None:
+def test_random_numbers_after_saved_ones_are_those_of_the_forward(save_ops) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(_Drawing(), _Drawing()), torch.randn(4, 8)
     found = []

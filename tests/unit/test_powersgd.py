@@ -95,9 +95,7 @@ def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int,
 
 
 @given(thin(), seeds, st.sampled_from(["normal", "some zero", "uneven"]))
-def test_the_first_columns_span_the_first_columns(
-    shape: tuple[int, int], seed: int, kind: str
-) -> None:
+def test_the_first_columns_span_the_first_columns(shape, seed, kind) -> None:
     factor = degenerate(shape, seed, kind)
     unit, wide = orthogonalize(factor).double(), factor.double()
     for count in range(1, shape[1] + 1):
@@ -107,9 +105,7 @@ def test_the_first_columns_span_the_first_columns(
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 4, 100]), seeds)
-def test_rounding_errors_do_not_choose_a_direction(
-    independent: int, dependent: int, times: int, seed: int
-) -> None:
+def test_rounding_errors_do_not_choose_a_direction(independent, dependent, times, seed) -> None:
     """Machines whose arithmetic differs in the last bit must agree on dependent columns too."""
     rows, count = times * (independent + dependent), independent + dependent
     base = orthogonalize(normal(rows, independent, seed=seed)).double()
@@ -339,9 +335,7 @@ def test_a_saved_factor_of_another_rank_is_drawn_anew() -> None:
 @given(
     st.integers(1, 40), st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2)
 )
-def test_a_column_as_a_matrix_keeps_rows_and_entries(
-    rows: int, columns: int, hosts: int, local: int, place: int
-) -> None:
+def test_a_column_as_a_matrix_keeps_rows_and_entries(rows, columns, hosts, local, place) -> None:
     place %= local
     world = hosts * local
     layout = LocalShard(ShardLayout(rows * columns, world), tuple(range(place, world, local)))

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,9 +169,7 @@ def measured() -> Profile:
     )
 
 
-def test_the_report_is_as_on_record(
-    measured: Profile, is_golden: Callable[[str, str], bool]
-) -> None:
+def test_the_report_is_as_on_record(measured, is_golden) -> None:
     target = io.StringIO()
     document(measured).print(Console(file=target, width=80))
     text = "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"

@@ -83,9 +83,7 @@ def _forwards(model: Any) -> list[int]:
         (["LlamaMLP"], [2, 2]),
     ],
 )
-def test_every_named_block_is_recomputed_exactly_once(
-    modules: list[str] | None, expected: list[int], is_on: bool
-) -> None:
+def test_every_named_block_is_recomputed_exactly_once(modules, expected, is_on) -> None:
     """transformers' own checkpointing may be on before, and change later."""
     model: Any = build("llama", 2)
     if is_on:

@@ -101,9 +101,7 @@ def test_skipped_steps_and_steps_of_another_comparison_do_not_count() -> None:
         OSError("the copy does not fit: no such device"),
     ],
 )
-def test_a_copy_without_room_is_not_made_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_copy_without_room_is_not_made_again(caplog, monkeypatch, error) -> None:
     def refuse(*_: Any) -> None:
         raise error
 

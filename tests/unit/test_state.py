@@ -114,9 +114,7 @@ class Processes:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hosts", "local"), [(1, 1), (3, 1), (2, 2), (3, 2), (1, 4)])
-def test_the_same_places_go_on_to_the_bit(
-    tmp_path: Path, dtype: ResidualDtype, hosts: int, local: int
-) -> None:
+def test_the_same_places_go_on_to_the_bit(tmp_path, dtype, hosts, local) -> None:
     first = Processes(hosts, local, dtype)
     first.train(3)
     first.save(tmp_path)

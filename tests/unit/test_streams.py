@@ -184,12 +184,7 @@ def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])
 @pytest.mark.parametrize("policy", ["block", "offload"])
-def test_a_seeded_fault_of_offload_is_found(
-    plain: Gpu,
-    seed: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-) -> None:
+def test_a_seeded_fault_of_offload_is_found(plain, seed, monkeypatch, policy) -> None:
     seed(monkeypatch)
     _train(plain, policy=policy)
     assert plain.findings
@@ -475,9 +470,7 @@ def _decoded_elsewhere(patched: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", [_gathers_at_once, _arrival_not_waited_for, _decoded_elsewhere])
-def test_a_seeded_fault_of_weights_is_found(
-    seed: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seeded_fault_of_weights_is_found(seed, monkeypatch) -> None:
     seed(monkeypatch)
     hosts = _trained_hosts(Lossless, [200, 120])
     assert hosts[0].gpu.findings

@@ -111,9 +111,7 @@ def _gradients(model: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_requests_are_taken_over_with_one_note(
-    request_name: str, is_late: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_are_taken_over_with_one_note(request_name, is_late, caplog) -> None:
     install._warn_once.cache_clear()
     caplog.set_level(logging.INFO, logger="ds_ckpt")
     plain, model = _gradients(build("llama", 2)), build("llama", 2)

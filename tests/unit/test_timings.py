@@ -166,9 +166,7 @@ def test_a_record_is_the_mean_over_its_steps(tmp_path: Path, name: str) -> None:
     assert log.last["step"] == 4
 
 
-def test_a_file_that_cannot_be_written_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path, caplog) -> None:
     (tmp_path / "file").write_text("")
     log = StepLog(Counters(), every_n_steps=1, path=str(tmp_path / "file" / "log"), rank=0)
     log.step_ended(1)
@@ -205,9 +203,7 @@ def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
     assert "ds_ckpt/sent_bytes/reduce" in events
 
 
-def test_a_field_is_one_registered_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_field_is_one_registered_function(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(steps, "FIELDS", dict(steps.FIELDS))
 
     @steps.step_field
@@ -238,9 +234,7 @@ def _interval(
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_the_share_is_measured_or_else_estimated(
-    recompute: float, exchange: float, work: float, before: float
-) -> None:
+def test_the_share_is_measured_or_else_estimated(recompute, exchange, work, before) -> None:
     share = steps.recompute_paid_share
     measured = share(_interval(recompute, exchange, work, compressed=True, before=before))
     saved_s = before - exchange - work
@@ -253,16 +247,12 @@ def test_the_share_is_measured_or_else_estimated(
 @pytest.mark.parametrize(
     ("recompute", "exchange", "compressed"), [(0, 1, True), (1, 0, True), (1, 1, False)]
 )
-def test_a_share_that_is_not_defined_is_absent(
-    recompute: float, exchange: float, compressed: bool
-) -> None:
+def test_a_share_that_is_not_defined_is_absent(recompute, exchange, compressed) -> None:
     interval = _interval(recompute, exchange, 0.1, compressed=compressed, before=5.0)
     assert steps.recompute_paid_share(interval) is None
 
 
-def test_uncompressed_steps_are_what_compressed_ones_are_compared_with(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_uncompressed_steps_are_what_compressed_ones_are_compared_with(caplog) -> None:
     """Four of them; the mode is asked for before a step, its time known after it."""
     caplog.set_level("INFO", "ds_ckpt")
     spans, mode = Spans(), [False]

@@ -115,9 +115,7 @@ def test_choices_are_about_as_certain_as_stated() -> None:
     assert kept(0.9, 0.14, runs=50) >= 45
 
 
-def test_without_a_significant_difference_the_baseline_wins(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_a_significant_difference_the_baseline_wins(caplog) -> None:
     tuner = made()
     with caplog.at_level(logging.INFO, logger="ds_ckpt"):
         sent = drive(tuner, MAX_STEPS)
@@ -155,9 +153,7 @@ def test_the_choice_is_that_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None
     ("ours_variance", "other_variance", "cycles"),
     [(0.0, 0.2, 1), (0.2, 0.0, 1), (0.1, 0.1, 1), (0.12, 0.12, 2), (0.24, 0.0, 2), (0.0, 0.24, 2)],
 )
-def test_so_is_its_significance(
-    monkeypatch: pytest.MonkeyPatch, ours_variance: float, other_variance: float, cycles: int
-) -> None:
+def test_so_is_its_significance(monkeypatch, ours_variance, other_variance, cycles) -> None:
     """Means of two: 3 and 2, with an error of the root of half the variances; 1/3 is the most."""
     sums = torch.tensor([[6.0, ours_variance], [4.0, other_variance]])
     reduced(monkeypatch, 2, lambda times: times.copy_(sums))
@@ -178,9 +174,7 @@ def test_it_is_repeated_and_may_choose_otherwise() -> None:
     assert tuner.current == "ours"
 
 
-def test_nan_of_one_rank_is_no_choice_against_the_first_candidate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nan_of_one_rank_is_no_choice_against_the_first_candidate(monkeypatch) -> None:
     reduced(monkeypatch, 2, lambda times: times.fill_(math.nan))
     tuner = made()
     drive(tuner, CYCLE, 2.0, 1.0)

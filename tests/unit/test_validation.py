@@ -161,9 +161,7 @@ def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:
         ([2.01, 2.0100001, 2.0099999], 2, "inconclusive: too near the margin for any number"),
     ],
 )
-def test_verdicts_and_exit_codes(
-    four_bits: Path, losses: list[float], code: int, words: str
-) -> None:
+def test_verdicts_and_exit_codes(four_bits, losses, code, words) -> None:
     found = judged(four_bits, [outcome(2.0)] * 3, [outcome(x) for x in losses])
     assert exit_code([found]) == code
     assert found.describe_verdict().startswith(words)
@@ -181,18 +179,14 @@ def test_verdicts_and_exit_codes(
         (outcome(4.98), 250.0, "take more --steps"),  # within the margin of no training at all
     ],
 )
-def test_useless_runs_get_no_verdict(
-    four_bits: Path, dense: Outcome, sent: float, words: str
-) -> None:
+def test_useless_runs_get_no_verdict(four_bits, dense, sent, words) -> None:
     runs = [outcome(2.0), outcome(2.0), dense]
     found = judged(four_bits, runs, [*runs[:2], outcome(dense.heldout[-1][1])], sent=sent)
     assert (found.record.verdict, exit_code([found])) == ("inconclusive", 2)
     assert words in found.describe_verdict()
 
 
-def test_runs_are_found_by_everything_they_depend_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_found_by_everything_they_depend_on(tmp_path, monkeypatch) -> None:
     usual = {"method": "quantize", "warmup_steps": 50}
 
     def key(steps: int = STEPS, activation: Any = None, **section: Any) -> str:
@@ -238,9 +232,7 @@ def test_a_torn_line_is_overwritten_and_others_stay(tmp_path: Path) -> None:
         ("processes", {"weights": {"resident": True, "deltas": "lossless"}}),
     ],
 )
-def test_dense_training_is_not_compared_with_itself(
-    tmp_path: Path, mode: Any, section: Any
-) -> None:
+def test_dense_training_is_not_compared_with_itself(tmp_path, mode, section) -> None:
     with pytest.raises(ConfigError, match="with itself"):
         read_candidates([config_file(tmp_path, "plain", **section)], mode)
 

@@ -222,9 +222,7 @@ def corpus() -> Corpus:
 
 
 @pytest.mark.slow
-def test_another_process_with_another_hash_seed_gets_the_same(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_another_process_with_another_hash_seed_gets_the_same(corpus, tmp_path) -> None:
     share = len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout))
     assert share == pytest.approx(HELDOUT_SHARE, rel=0.2)
     assert len(corpus.train) > 1_000_000
