@@ -256,16 +256,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _run(
+def everything_of(
     method: str,
-    residual_dtype: ResidualDtype,
-    around: Callable[[], contextlib.AbstractContextManager[object]],
+    residual_dtype: ResidualDtype = "fp32",
+    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    local: int = 1,
 ) -> list[Tensor]:
-    """Everything that three steps of an accumulating world deliver and leave."""
-    world = World(3, _choose(method), holds=True, residual_dtype=residual_dtype)
+    """Return all that three steps of an accumulating world deliver and leave."""
+    size = 3 * local
+    world = World(size, _choose(method), holds=True, local=local, residual_dtype=residual_dtype)
     everything: list[Tensor] = []
     for step in range(3):
-        held, last = _gradients(3, 2 * step), _gradients(3, 2 * step + 1)
+        held, last = _gradients(size, 2 * step), _gradients(size, 2 * step + 1)
 
         def work(
             p: int, held: list[list[Tensor]] = held, last: list[list[Tensor]] = last
@@ -304,10 +306,10 @@ AROUND = (*SURROUNDINGS, "another default type")
     ],
 )
 def test_surroundings_change_no_bit(method, residual_dtype, around) -> None:
-    plain = _run(method, residual_dtype, contextlib.nullcontext)
+    plain = everything_of(method, residual_dtype)
     with _default_dtype(torch.bfloat16 if around not in SURROUNDINGS else torch.float32):
         inside = SURROUNDINGS.get(around, contextlib.nullcontext)
-        other = _run(method, residual_dtype, inside)
+        other = everything_of(method, residual_dtype, inside)
     for a, b in zip(plain, other, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)

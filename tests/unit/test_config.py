@@ -121,16 +121,6 @@ def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:
     assert not parse({**ZERO3, "activation_checkpointing": None}).active
 
 
-@pytest.mark.parametrize(
-    ("key", "same"), [("partition_activations", "partition"), ("cpu_checkpointing", "offload")]
-)
-def test_deepspeeds_keys_act_as_ours(key: str, same: str) -> None:
-    config = {**ZERO3, "activation_checkpointing": {key: True}}
-    parsed = parse(config).activation
-    assert getattr(parsed, same) is True
-    assert parse({**config, "ds_ckpt": {"activation": {same: True}}}).activation == parsed
-
-
 # activation
 
 

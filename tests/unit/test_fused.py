@@ -17,14 +17,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_accelerator import BESIDE, everything_of
 from test_codecs import KINDS, SCALES
 from test_codecs import gradient as of_kind
 from torch import Tensor
-from virtual import World, assemble
 
-from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK, fused
+from ds_ckpt.compression import Quantize, fused
 from ds_ckpt.compression.quantize import BLOCKS
-from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 
 if os.environ.get("CI") != "true":  # there it is installed
@@ -180,48 +179,13 @@ def test_no_kernel_is_compiled_after_attach(tmp_path: Path) -> None:
     assert _compile("steps", cache=tmp_path) == {"at attach": 11, "in steps": 0}
 
 
-METHODS: dict[str, Compressor] = {
-    "8 bits": Quantize(bits=8),
-    "3 bits": Quantize(bits=3),
-    "blocks": TopK(density=0.05),
-}
-SHAPES = ((6, 20), (16,), (11, 5), (1, 2))
-
-
-def _steps(
-    method: str, *, holds: bool = False, local: int = 1, dtype: ResidualDtype = "fp32"
-) -> list[Tensor]:
-    """All that two steps deliver and leave."""
-    size = 3 + (local > 1)
-
-    def choose(name: str, shape: torch.Size) -> Compressor | None:
-        if holds and name == "p0":
-            return LowRank(2)
-        return METHODS[method] if len(shape) > 1 else None
-
-    world = World(size, choose, holds=holds, local=local, residual_dtype=dtype)
-    names, seen = [f"p{i}" for i in range(len(SHAPES))], []
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        grads = [
-            [torch.randn(s, generator=generator).bfloat16() for s in SHAPES] for _ in range(size)
-        ]
-        if holds:
-            world.hold(names, grads, 64.0)
-        shards = world.reduce(names, grads, 64.0)
-        seen += [assemble(shards, i) for i in range(len(SHAPES))]
-        world.commit()
-        seen += [t for feedback in world.feedbacks for t in feedback.state_dict().values()]
-    return seen
-
-
 @pytest.mark.parametrize(
     ("method", "more"),
     [
         ("8 bits", {"local": 2}),
-        ("3 bits", {"holds": True}),
-        ("3 bits", {"dtype": "int8"}),
-        ("blocks", {"dtype": "bf16"}),
+        (BESIDE, {}),
+        ("3 bits", {"residual_dtype": "int8"}),
+        ("blocks", {"residual_dtype": "bf16"}),
     ],
     ids=str,
 )
@@ -229,5 +193,5 @@ def test_an_exchange_with_kernels_is_bit_equal_to_one_without(method, more) -> N
     found = []
     for on in (False, True):
         with kernels(on):
-            found.append(_steps(method, **more))
+            found.append(everything_of(method, **more))
     assert all(starmap(torch.equal, zip(*found, strict=True)))

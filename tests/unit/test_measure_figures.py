@@ -9,7 +9,9 @@ import re
 import statistics
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -435,34 +437,21 @@ def _peak(run: Callable[[Spans, torch.Tensor], torch.Tensor]) -> int:
 
 
 def test_the_peak_is_what_autograd_holds_and_no_weights() -> None:
-    def plain(spans: Spans, x: torch.Tensor) -> torch.Tensor:
-        return _Gathered(spans)(x)
-
     # x * 2 and its sine are held for backward; the cosine goes when the sum is there, the sum stays
-    assert _peak(plain) == 4 * 4000
+    assert _peak(lambda spans, x: _Gathered(spans)(x)) == 4 * 4000
 
 
 def test_with_checkpointing_the_peak_is_in_one_recompute() -> None:
-    def chain(spans: Spans, x: torch.Tensor, kept: bool) -> torch.Tensor:
+    def chain(spans: Spans, x: torch.Tensor, *, kept: bool) -> torch.Tensor:
         def block(y: torch.Tensor) -> torch.Tensor:
-            return y.sin().cos().sin().cos()
-
-        def recomputed(y: torch.Tensor) -> torch.Tensor:
-            if "backward" in spans.open:
-                with spans.span("recompute"):
-                    return block(y)
-            return block(y)
+            again = spans.span("recompute") if "backward" in spans.open else nullcontext()
+            with again:
+                return y.sin().cos().sin().cos()
 
         for _ in range(6):
-            x = checkpoint(recomputed, x, use_reentrant=False) if kept else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if kept else block(x)
         return x
 
-    def plain(spans: Spans, x: torch.Tensor) -> Any:
-        return chain(spans, x, False)
-
-    def kept(spans: Spans, x: torch.Tensor) -> Any:
-        return chain(spans, x, True)
-
-    assert _peak(plain) == 24 * 4000
+    assert _peak(partial(chain, kept=False)) == 24 * 4000
     # six outputs, and what a recompute brings back before it is stopped
-    assert 6 * 4000 < _peak(kept) <= 11 * 4000
+    assert 6 * 4000 < _peak(partial(chain, kept=True)) <= 11 * 4000

@@ -31,6 +31,7 @@ from tests.unit.offload_models import (
     nothing_left,
     put_on,
 )
+from tests.unit.stacks import Stack
 
 INPUT_BYTES = 64 * 8 * 4
 
@@ -185,20 +186,16 @@ class Around(nn.Module):
 
 
 def test_weights_are_kept_by_reference() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(Around() for _ in range(3))
-            self.scale = nn.Parameter(torch.rand(8))
+    scale = nn.Parameter(torch.rand(8))
 
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x, self.scale)
-                block.inner.set(torch.empty(0))  # as ZeRO-3 after a forward
-            return x.square().mean()
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, scale)
+            block.inner.set(torch.empty(0))  # as ZeRO-3 after a forward
+        return x.square().mean()
 
-    model, x = Model(), torch.randn(4, 8, requires_grad=True)
+    model, x = Stack(Around, join), torch.randn(4, 8, requires_grad=True)
+    model.scale = scale
     plain = grads(model, x)
     how = Policy(_POLICIES["offload"], modules=("Around",))
     _, store = put_on(model, None, policy=how, copies=LateCopies())
@@ -253,20 +250,13 @@ def test_two_tensors_that_share_a_storage_leave_once() -> None:
         def forward(self, x: Tensor, y: Tensor, both: list[Tensor]) -> Tensor:
             return self.linear(x.t() + y + both[0][8:]) + both[1].t()
 
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(Pair() for _ in range(3))
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            h = torch.cat([x, x.sin()])
+            x = block(h[:8].t(), h[8:], [h, h[:8]])
+        return x.square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                h = torch.cat([x, x.sin()])
-                x = block(h[:8].t(), h[8:], [h, h[:8]])
-            return x.square().mean()
-
-    model = Pairs()
-    x = torch.randn(8, 8, requires_grad=True)
+    model, x = Stack(Pair, join), torch.randn(8, 8, requires_grad=True)
     plain = grads(model, x)
     _, store = put_on(model, ["Pair"])
     assert equal(plain, grads(model, x))
