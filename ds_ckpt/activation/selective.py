@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -68,6 +68,16 @@ def _named(name: str, where: str) -> frozenset[Any]:
         remedy = f'write sets ({", ".join(SETS)}), joined by "+", or operators such as "aten.mm"'
         raise ConfigError(Problem(where, f'"{name}"', why, remedy))
     return pure
+
+
+def unknown_operators(save_ops: Iterable[str], where: str) -> Iterator[Problem]:
+    """Yield the words that no set and no operator has; other libraries' may be loaded later."""
+    for word in (part for entry in save_ops for part in entry.split("+")):
+        if word not in SETS and word.rpartition(".")[0].partition(".")[0] in ("", "aten"):
+            try:
+                _named(word, where)
+            except ConfigError as error:
+                yield from error.problems
 
 
 class Choice:

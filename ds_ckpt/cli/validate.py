@@ -46,6 +46,7 @@ def validate(
 def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
     """Return the result of one file, as `--json` prints it. Warnings are logged."""
     from ds_ckpt.config import load_file, parse
+    from ds_ckpt.config.paths import lookup
     from ds_ckpt.config.rules import conditions
     from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
     from ds_ckpt.errors import DsCkptError
@@ -61,8 +62,10 @@ def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
             problems += _deepspeeds_problems(raw, ranks)
             config = parse(raw, source=str(path))
             verdicts = verdicts_on(config.compression, path)
-            if config.active:
-                compatibility.require()
+            if config.active or config.telemetry.enabled:
+                compatibility.require_torch()
+                if lookup(raw, ("zero_optimization", "stage")) == 3:
+                    compatibility.require()
             if config.weights.resident:
                 compatibility.require_resident_weights(metadata.version("deepspeed"))
     except DsCkptError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from ds_ckpt.activation.selective import unknown_operators
 from ds_ckpt.compression import methods
 from ds_ckpt.config.models import CompatSection, PluginConfig
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, is_auto, join, lookup, nearest, precision, show
@@ -188,6 +189,9 @@ _STAGE = {
 }
 """Parts that need ZeRO stage 3."""
 
+_COMPILED = ("adam", "adamw", "adagrad", "lamb", "lion")
+_MONITORS = ("tensorboard", "wandb", "comet")
+
 
 def _active(plugin: PluginConfig) -> dict[str, str]:
     """Return the parts in use, and the remedy that avoids each."""
@@ -227,6 +231,8 @@ def conflicts(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[Probl
             if key != _HPZ or _ON(lookup(config, _QUANTIZED.split("."))):
                 remedy = f"change or remove it, or {ways_out}"
                 yield Problem(f"$.{key}", show(value), why, remedy)
+    for path, section in _sections(f"{OURS}.activation", plugin.activation):
+        yield from unknown_operators(getattr(section, "save_ops", ()), join(path, "save_ops"))
     if plugin.activation.policy == "budget" and plugin.activation.budget_gib is None:
         remedy = 'write for example 6.0, or policy "auto", which uses the free memory'
         yield Problem(f"{OURS}.activation.budget_gib", "nothing", "a plan needs a limit", remedy)
@@ -254,19 +260,28 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     split = activation.partition and not _SEVERAL(size)
     needs = "needs a tensor-parallel group (an mpu)"
     nodes = "on several nodes needs"
-    two_levels = compression.exchange.levels == 2
+    two_levels, compresses = compression.exchange.levels == 2, compression.method != "none"
     theirs, nvme, auto = json.dumps({**config, "ds_ckpt": None}), '"nvme"', '"auto"'
+    attaches, floats = plugin.active or plugin.telemetry.enabled, precision(config)
+    kind = str(lookup(config, ("optimizer", "type"))).lower()
+    compiled = kind in _COMPILED and not lookup(config, ("optimizer", "params", "torch_adam"))
+    monitors = (key for key in _MONITORS if _ON(lookup(config, (key, "enabled"))))
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
+        (attaches, OURS, "all ranks attach, to engines with ZeRO's optimizer and no pipeline"),
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
         (activation.planned, f"{OURS}.activation", "the first batch decides if a plan fits"),
         (split and written, f"{OURS}.activation.partition", needs),
         (split and not written, f"{DEEPSPEEDS}.partition_activations", f"{needs} or is ignored"),
+        (compresses, f"{OURS}.compression", "kernels must run, and residuals fit into memory"),
         (compression.rules, f"{OURS}.compression.rules", "each must match parameters"),
         (two_levels, f"{OURS}.compression.exchange.levels", "2 needs nodes of equally many ranks"),
         (weights.resident, f"{OURS}.weights.resident", f"{nodes} equally many ranks, and memory"),
         (lossless, f"{OURS}.weights.deltas", f"{nodes} 16-bit weights"),
         (plugin.active and "optimizer" not in config, "$.optimizer", "the script passes one"),
+        (compiled, "$.optimizer.type", "DeepSpeed compiles its operator on every node (ds_report)"),
+        (floats in ("bf16", "fp16"), f"$.{floats}.enabled", "the device must support it"),
+        *((True, f"$.{key}.enabled", "its package must be installed") for key in monitors),
         (_SEVERAL(config.get("train_batch_size")), "$.train_batch_size", "the ranks divide it"),
         (nvme in theirs, nvme, "needs DeepSpeed's operator async_io on every node (ds_report)"),
         (auto in theirs, auto, "the HF Trainer fills it in"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import getitem
@@ -16,7 +17,7 @@ from ds_ckpt.fields import is_auto
 Keys = tuple[str, ...]
 _TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _BATCH = (_TOTAL, _MICRO, "gradient_accumulation_steps")
-_LAST = ("zero_optimization", *_BATCH)
+_LAST = ("type", "zero_optimization", *_BATCH)
 """Keys that are a cause only if no other key is, in this order."""
 
 
@@ -36,12 +37,17 @@ def refusals(config: Mapping[str, Any], ranks: int | None) -> Iterator[tuple[Key
             yield keys, messages[0]
         if not keys:
             return
-        is_first, remaining = False, _without(remaining, keys)
+        whole = keys[:-1] if keys[-1] == "params" else keys  # the type requires its params
+        is_first, remaining = False, _without(remaining, whole)
 
 
 def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_auto(item) for key, item in value.items() if not is_auto(item)}
+        return {
+            key: item if key == "params" else _without_auto(item)
+            for key, item in value.items()
+            if not is_auto(item)
+        }
     return value
 
 
@@ -77,14 +83,52 @@ def _check_engine_rules(settings: Any) -> None:
     untested = name not in (None, "adam", "adamw", "adagrad", "lion", "muon")
     if zero.stage and untested and not settings.zero_allow_untested_optimizer:
         raise ValueError(f'ZeRO with {name} needs "zero_allow_untested_optimizer": true')
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = _build(*_optimizer_of(settings), weights) or torch.optim.AdamW(weights)
     places = (lr_schedules, torch.optim.lr_scheduler)
-    if schedule and not any(hasattr(place, schedule) for place in places):
+    place = next((place for place in places if schedule and hasattr(place, schedule)), None)
+    if schedule and place is None:
         raise ValueError(f"DeepSpeed does not recognize the scheduler {schedule}")
+    _build(getattr(place, schedule or "", None), settings.scheduler_params, optimizer)
     if zero.stage == 3 and zero.reduce_scatter:
         if settings.gradient_predivide_factor != 1.0 or settings.prescale_gradients:
             raise ValueError("ZeRO-3 with reduce_scatter does not scale gradients beforehand")
         if name == "muon":
             raise ValueError("Muon and reduce_scatter cannot be used together")
+
+
+def _optimizer_of(settings: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class that DeepSpeed makes the optimizer of, and its arguments; None if other."""
+    from deepspeed.ops import adagrad, adam, lamb, lion
+
+    name, given = settings.optimizer_name, dict(settings.optimizer_params or {})
+    if "max_grad_norm" in given:
+        raise ValueError("max_grad_norm is not an optimizer parameter: use gradient_clipping")
+    offload = settings.zero_config.offload_optimizer
+    on_host = offload is not None and offload.device in ("cpu", "nvme")
+    if name in ("adam", "adamw"):
+        for key in ("adam_w_mode", "fp32_optimizer_states"):
+            given.pop(key, None)
+        if given.pop("torch_adam", False):
+            return torch.optim.AdamW, given
+    kinds = {
+        "adam": adam.DeepSpeedCPUAdam if on_host else adam.FusedAdam,
+        "adagrad": adagrad.DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
+        "lamb": lamb.FusedLamb,
+        "lion": lion.DeepSpeedCPULion if on_host else lion.FusedLion,
+    }
+    kinds["adamw"] = kinds["adam"]
+    return kinds.get(name) or getattr(torch.optim, name or "", None), given
+
+
+def _build(kind: Any, params: Any, first: Any) -> Any:
+    """Build an optimizer or schedule; return None, with arguments checked, if it must not be."""
+    if kind is None:
+        return None
+    if kind.__module__.startswith("deepspeed.ops") or any(map(is_auto, (params or {}).values())):
+        inspect.signature(kind).bind(first, **params)  # building it would compile an operator
+        return None
+    return kind(first, **params)
 
 
 def _cause(config: Any, ranks: int | None, messages: list[str], inside: Keys = ()) -> Keys:
@@ -93,7 +137,8 @@ def _cause(config: Any, ranks: int | None, messages: list[str], inside: Keys = (
     names = [*section] if isinstance(section, dict) else []
     for key in sorted(names, key=lambda key: _LAST.index(key) if key in _LAST else -1):
         keys = (*inside, key)
-        if _messages(_without(config, keys), ranks) != messages:
+        found = _messages(_without(config, keys), ranks)
+        if found != messages and not any(" missing " in message for message in found):
             return _cause(config, ranks, messages, keys)
     return inside
 

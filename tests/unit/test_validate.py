@@ -5,14 +5,18 @@ Rows as in test_config_problems.py, on a file with a micro-batch, ZeRO-3 and blo
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import ds_ckpt
 from ds_ckpt.cli import app
 from ds_ckpt.cli.validate import REPLACEMENTS, check_file
 from ds_ckpt.config import parse
@@ -20,6 +24,7 @@ from tests.unit.test_config_problems import GOLDEN, config_of, full, problems, r
 from tests.unit.test_config_problems import ROWS as OURS
 
 ROWS = (GOLDEN / "deepspeeds_refusals.txt").read_text().splitlines()
+REFUSALS = (GOLDEN / "refusals.txt").read_text()
 
 
 def answer(tmp_path: Path, config: dict[str, Any], ranks: int | None = None) -> dict[str, Any]:
@@ -70,8 +75,10 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     )
     found = [line.partition(": ")[0] for line in answer(tmp_path, config_of(keys))["conditions"]]
     assert found == [
+        "$.ds_ckpt",
         "$.ds_ckpt.activation",
         "$.activation_checkpointing.partition_activations",
+        "$.ds_ckpt.compression",
         "$.ds_ckpt.compression.exchange.levels",
         "$.ds_ckpt.weights.resident",
         "$.ds_ckpt.weights.deltas",
@@ -80,5 +87,58 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     ]
     keys = "train_micro_batch_size_per_gpu=1 z.offload_param.device=nvme optimizer.type=Adam"
     assert "ds_report" in answer(tmp_path, config_of(keys))["conditions"][0]
-    plain = {"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 1}
+    plain = {"optimizer": {"type": "SGD"}, "train_micro_batch_size_per_gpu": 1}
     assert answer(tmp_path, plain)["conditions"] == []
+
+
+def test_each_refusal_is_a_rule_or_announced(tmp_path: Path) -> None:
+    """By a `rule`, a path announced, what happens `later` or in user `code`."""
+    decided = {
+        name: words[0] for words in map(str.split, REFUSALS.split("\n")) for name in words[1:]
+    }
+    found, package = set(), Path(ds_ckpt.__file__).parent
+    for file in package.rglob("*.py"):
+        room = file.relative_to(package).with_suffix("").as_posix()
+        for function in ast.walk(ast.parse(file.read_text())):
+            raises = (
+                (isinstance(node, ast.Raise) and node.exc) or getattr(node, "id", "") == "Problem"
+                for node in ast.walk(function)
+            )
+            if isinstance(function, ast.FunctionDef) and "/" in room and any(raises):
+                found.add(f"{room}.{function.name}")
+    found = {name for name in found if name.partition("/")[0] not in ("cli", "lab")}
+    assert found == decided.keys()
+    keys = (
+        "a.policy=block a.partition=true c.method=topk c.exchange.levels=2 w.resident=true "
+        'w.deltas=lossless c.rules=[{"match":"x","method":"topk"}] fp16.enabled=true '
+        "optimizer.type=Adam tensorboard.enabled=true train_micro_batch_size_per_gpu=1"
+    )
+    announced = {w.partition(": ")[0] for w in answer(tmp_path, config_of(keys))["conditions"]}
+    lossless = config_of(keys.replace("fp16.enabled=true", "a.policy=block"))
+    announced |= {w.partition(": ")[0] for w in answer(tmp_path, lossless)["conditions"]}
+    assert {path for path in decided.values() if path.startswith("$")} <= announced
+    assert announced >= {"$.fp16.enabled", "$.optimizer.type", "$.tensorboard.enabled"}
+
+
+def test_rules_of_a_start_are_called_by_validate(tmp_path: Path) -> None:
+    called = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        called.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    files = ["[]", '{"a": NaN}', json.dumps(config_of("c.method=topk w.resident=true"))]
+    rows = ("a.polcy=block", "a.policy=blok", "ds_ckpt=[]", "a.policy=selective a.save_ops=aten.mm")
+    files += [json.dumps(config_of(f"{row} train_micro_batch_size_per_gpu=1")) for row in rows]
+    (tmp_path / "zero3.json").touch()
+    sys.setprofile(note)
+    try:
+        for text in files:
+            (tmp_path / "zero3.json").write_text(text)
+            check_file(tmp_path / "zero3.json")
+    finally:
+        sys.setprofile(None)
+    package = Path(ds_ckpt.__file__).parent
+    rows = map(str.split, REFUSALS.splitlines())
+    for rule in itertools.chain(*(names for word, *names in filter(None, rows) if word == "rule")):
+        file, _, name = rule.rpartition(".")
+        assert (str(package / f"{file}.py"), name) in called, rule
