@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ckpt
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import PartitionCounters, Purpose
+from tests import architectures
 from tests.distributed import models
 from tests.distributed.models import equal
 from tests.distributed.pool import fresh, once, ranks
@@ -32,8 +33,8 @@ from tests.distributed.tensor_parallel import (
 from tests.distributed.training import of_all_ranks
 from tests.unit.offload_models import device_bytes, host_bytes
 
-HIDDEN = 2 * 12 * 32 * 4
-"""Bytes of one boundary of AutoTP's models here: 2 sequences of 12 tokens, width 32, fp32."""
+HIDDEN = 2 * 11 * 32 * 4
+"""Bytes of one boundary of AutoTP's models here: 2 sequences of 11 tokens, width 32, fp32."""
 MEGATRONS = 2 * 5 * 16 * 4
 """Bytes of one boundary of the Megatron-style model."""
 SLOW = pytest.mark.slow
@@ -47,31 +48,9 @@ def _sections(**own: Any) -> dict[str, Any]:
 
 
 def _build(kind: str, dropout: float) -> torch.nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "attention_dropout": dropout,
-        "use_cache": False,
-    }
-    torch.manual_seed(0)
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    config = transformers.GPTNeoXConfig(hidden_dropout=dropout, **sizes)
-    return transformers.GPTNeoXForCausalLM(config)
-
-
-def _tokens(replica: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * replica + step)
-    tokens = torch.randint(0, 64, (2, 12), generator=generator)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, 6:] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    own = {"llama": {"num_key_value_heads": 4}, "gpt_neox": {"hidden_dropout": dropout}}[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4}
+    return architectures.build(kind, 3, attention_dropout=dropout, **sizes, **own)
 
 
 @once(when=lambda kind, size, sections, **how: not sections)
@@ -98,12 +77,12 @@ def _auto(
             model=model, model_parameters=list(model.parameters()), config=config
         )
         try:
-            return _train(engine, size, seeds, twice)
+            return _train(engine, kind, size, seeds, twice)
         finally:
             engine.destroy()
 
 
-def _train(engine: Any, size: int, seeds: str, twice: bool) -> Any:
+def _train(engine: Any, kind: str, size: int, seeds: str, twice: bool) -> Any:
     engine.train()
     session = ds_ckpt.session_of(engine)
     inputs: list[tuple[int, StorageWeakRef]] = []
@@ -123,9 +102,11 @@ def _train(engine: Any, size: int, seeds: str, twice: bool) -> Any:
         torch.manual_seed(seed if seeds == "equal" else 1000 * seed + dist.get_rank())
         inputs.clear()
         before = counters.snapshot()
-        extra = engine(**_tokens(replica, step + 50)).loss if twice else 0.0
+        extra = (
+            engine(**architectures.batch(kind, 1000 * replica + step + 50)).loss if twice else 0.0
+        )
         held = len(inputs)
-        loss = engine(**_tokens(replica, step)).loss
+        loss = engine(**architectures.batch(kind, 1000 * replica + step)).loss
         found.alive.append(sum(not ref.expired() for _, ref in inputs[held:]))
         found.whole.append(sum(nbytes for nbytes, _ in inputs[held:]))
         store = session._inputs.store if session and session._inputs else None
@@ -162,7 +143,7 @@ def _check(kind: str, size: int, sections: dict[str, Any], **how: Any) -> Any:
     ("slots", "kind", "size"),
     [
         pytest.param([2], "llama", 2, marks=SLOW),
-        pytest.param([2], "neox", 2, marks=SLOW),
+        pytest.param([2], "gpt_neox", 2, marks=SLOW),
         pytest.param([4], "llama", 2, marks=SLOW),
         ([4], "llama", 4),
     ],
@@ -199,18 +180,18 @@ def test_two_forwards_before_a_backward() -> None:
 
 @ranks(2, timeout=240)
 def test_dropout_is_replayed_where_the_group_draws_the_same() -> None:
-    split = _check("neox", 2, _sections(), dropout=0.2)
+    split = _check("gpt_neox", 2, _sections(), dropout=0.2)
     assert split.kept[0]
-    assert _auto("neox", 2, {}).losses != split.losses
+    assert _auto("gpt_neox", 2, {}).losses != split.losses
 
 
 @ranks(2, timeout=240)
 def test_dropout_that_differs_over_the_group_is_found() -> None:
     sections = _sections(partition_min_bytes=0)
     # without dropout seeds change nothing
-    _auto("neox", 2, sections, dropout=0.0, seeds="different")
+    _auto("gpt_neox", 2, sections, dropout=0.0, seeds="different")
     with pytest.raises(ds_ckpt.DsCkptError) as error:
-        _auto("neox", 2, sections, dropout=0.2, seeds="different")
+        _auto("gpt_neox", 2, sections, dropout=0.2, seeds="different")
     assert "other values on some of the ranks 0, 1" in str(error.value)
     assert "equal seeds for dropout" in str(error.value)
     one, other = of_all_ranks(str(error.value))

@@ -66,8 +66,6 @@ def fresh() -> None:
     # set by the first engine with torch_autocast, and obeyed by every later one
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
-    # made by the first engine with hpZ, and taken by every later one
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     if "transformers.integrations.deepspeed" in sys.modules:
         sys.modules["transformers.integrations.deepspeed"].unset_hf_deepspeed_config()
     if "accelerate.state" in sys.modules:
