@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,24 +12,17 @@ from tests.distributed.pool import Pool
 _PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 
 
-@pytest.fixture(scope="session")
-def world2() -> Iterator[Pool]:
-    """Two processes."""
-    yield from _pool(2)
+def _pool(world: int) -> Any:
+    @pytest.fixture(scope="session", name=f"world{world}")
+    def pool() -> Iterator[Pool]:
+        own = Pool(world, preload=_PRELOAD)
+        yield own
+        own.stop()
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def world4() -> Iterator[Pool]:
-    """Four processes."""
-    yield from _pool(4)
-
-
-def _pool(world: int) -> Iterator[Pool]:
-    pool = Pool(world, preload=_PRELOAD)
-    try:
-        yield pool
-    finally:
-        pool.stop()
+world2, world4 = _pool(2), _pool(4)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,9 +45,9 @@ class PlainBlock(nn.Module):
 class PlainModel(nn.Module):
     """The first block gets its input from the data, which needs no gradient."""
 
-    def __init__(self, width: int = 17, blocks: int = 3) -> None:
+    def __init__(self, block: type[nn.Module] = PlainBlock, width: int = 17) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PlainBlock(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(width) for _ in range(3))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -62,14 +62,6 @@ class NestedBlock(PlainBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = checkpoint(lambda y: torch.relu(self.up(self.norm(y))), x, use_reentrant=False)
         return x + self.dropout(self.down(inner))
-
-
-class NestedModel(PlainModel):
-    """A plain model of such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(NestedBlock(17) for _ in range(3))
 
 
 class SharedBlockModel(nn.Module):
@@ -91,12 +83,10 @@ class SharedBlockModel(nn.Module):
 def build(kind: str) -> nn.Module:
     """A model by name; the same weights in every process and every call."""
     torch.manual_seed(0)
-    if kind == "plain":
-        return PlainModel()
-    if kind == "nested":
-        return NestedModel()
     if kind == "shared":
         return SharedBlockModel()
+    if kind in PLAIN:
+        return PlainModel(NestedBlock if kind == "nested" else PlainBlock)
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     if kind == "mixtral":

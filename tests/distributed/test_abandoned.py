@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import ds_ckpt
 from tests.distributed import models
 from tests.distributed.models import topk_section
 from tests.distributed.pool import ranks
-from tests.distributed.training import outcome, running
+from tests.distributed.training import check_no_trace, outcome, running
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "topk": topk_section(topk={"density": 0.05}, min_numel=16),
@@ -36,7 +37,7 @@ def _micro_steps(engine: Any, first: int, end: int) -> list[float]:
     return [_micro_step(engine, number) for number in range(first, end)]
 
 
-def _interrupt(engine: Any, number: int) -> None:
+def _interrupt(engine: Any) -> None:
     """A micro-step whose backward raises when most buckets are on their way or exchanged."""
 
     def stop(gradient: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ def _interrupt(engine: Any, number: int) -> None:
 
     handle = engine.module.model.embed_tokens.weight.register_hook(stop)
     with pytest.raises(ValueError, match="stop here"):
-        _micro_step(engine, number)
+        _micro_step(engine, 6)
     handle.remove()
 
 
@@ -57,44 +58,29 @@ def _interrupt(engine: Any, number: int) -> None:
 def test_a_backward_that_raised_and_is_tried_again_leaves_no_trace(
     method: str, accumulation: int, options: dict[str, int]
 ) -> None:
-    """The first micro-step of a step fails in backward and is done again."""
-    results = []
-    for fails in (False, True):
-        with running("llama", SECTIONS[method], accumulation=accumulation, **options) as engine:
-            losses = _micro_steps(engine, 0, 2 * accumulation)
-            if fails:
-                _interrupt(engine, 2 * accumulation)
-            losses += _micro_steps(engine, 2 * accumulation, 4 * accumulation)
-            results.append(outcome(engine, losses))
-    assert results[0] == results[1]
+    check_no_trace(_interrupt, 2, SECTIONS[method], accumulation=accumulation, **options)
 
 
 @pytest.mark.parametrize(("method", "bucket"), [("topk", 0), ("powersgd", 2)])
 @ranks(2)
 def test_a_failed_exchange_raises_and_leaves_no_trace(method: str, bucket: int) -> None:
-    """One bucket's exchange raises on every rank; then training goes on."""
-    results = []
-    for fails in (False, True):
-        with running("llama", SECTIONS[method]) as engine:
-            losses = _micro_steps(engine, 0, 2)
-            if fails:
-                exchange = ds_ckpt.session_of(engine).exchange.step
-                reduce, count, before = exchange.reduce, iter(range(10**9)), outcome(engine, [])
+    """One bucket's exchange raises on every rank."""
 
-                def fail_once(
-                    *args: Any, reduce: Any = reduce, count: Any = count, **kw: Any
-                ) -> Any:
-                    if next(count) == bucket:
-                        raise ConnectionError("no link to host1")
-                    return reduce(*args, **kw)
+    def fail(engine: Any) -> None:
+        exchange = ds_ckpt.session_of(engine).exchange.step
+        reduce, count, before = exchange.reduce, itertools.count(), outcome(engine, [])
 
-                exchange.reduce = fail_once
-                with pytest.raises(ConnectionError, match="no link to host1"):
-                    _micro_step(engine, 2)
-                assert outcome(engine, []) == before
-            losses += _micro_steps(engine, 3, 6)
-            results.append(outcome(engine, losses))
-    assert results[0] == results[1]
+        def fail_once(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == bucket:
+                raise ConnectionError("no link to host1")
+            return reduce(*args, **kwargs)
+
+        with patch.object(exchange, "reduce", fail_once):
+            with pytest.raises(ConnectionError, match="no link to host1"):
+                _micro_step(engine, 6)
+        assert outcome(engine, []) == before
+
+    check_no_trace(fail, 2, SECTIONS[method])
 
 
 @pytest.mark.parametrize(("method", "what"), [("topk", "nan"), ("powersgd", "interrupted")])
@@ -112,7 +98,7 @@ def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(
     with running("llama", SECTIONS[method], accumulation=2) as engine:
         _micro_steps(engine, 0, 6)
         if what == "interrupted":
-            _interrupt(engine, 6)
+            _interrupt(engine)
         else:
             parameter = engine.module.model.norm.weight
             handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))

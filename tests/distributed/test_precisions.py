@@ -62,7 +62,7 @@ def test_a_step_that_ends_in_an_exception_leaves_nothing(how: str, words: str) -
 
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
     with fp16_on_cpu():
-        check_no_trace(break_off, 1, fp16=fp16, section=quantize_section())
+        check_no_trace(break_off, 1, quantize_section(), fp16=fp16)
 
 
 def _no_memory() -> None:

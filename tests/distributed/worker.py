@@ -78,7 +78,7 @@ def fresh() -> None:
 def once(
     case: Callable[..., Any] | None = None, *, when: Callable[..., bool] = lambda *_, **__: True
 ) -> Callable[..., Any]:
-    """Keep the case's results in this process, by its arguments; also as a decorator.
+    """Keep the case's results in this process, by its arguments and host; also as a decorator.
 
     For runs of plain DeepSpeed, which come out alike every time: whoever compares with one shares
     it. Nobody may change what it returns.
@@ -94,7 +94,7 @@ def once(
     def from_then_on(*args: Any, **kwargs: Any) -> Any:
         if not when(*args, **kwargs):
             return case(*args, **kwargs)
-        key = repr((args, sorted(kwargs.items())))
+        key = repr((os.environ.get("CROSS_RANK"), args, sorted(kwargs.items())))
         if key not in kept:
             kept[key] = case(*args, **kwargs)
         return kept[key]
