@@ -5,6 +5,7 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -55,19 +56,29 @@ def plan(
         Literal["bf16", "fp16"], typer.Option(help="Type of weights; fp16 on GPUs such as V100.")
     ] = "bf16",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="DeepSpeed JSON file to write.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="DeepSpeed JSON file to write, of the fastest settings."
+        ),
     ] = None,
+    plugin_output: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON file to write, of the fastest settings with ds_ckpt."),
+    ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print costs, alternatives, and sources of figures.")
+    ] = False,
 ) -> None:
     """Find the settings that train a model fastest on a cluster, within memory and loss.
 
-    Simulates steps: nothing is run, and no GPU is needed. Prints the source of each figure.
+    Compares DeepSpeed alone with this plugin. Simulates steps: nothing is run, no GPU is needed.
     """
     import torch
     from rich.console import Console
 
     from ds_ckpt.lab.estimate.model import Model
     from ds_ckpt.lab.estimate.plan_report import show
-    from ds_ckpt.lab.estimate.search import NEEDED, Question, Search, deepspeed_file
+    from ds_ckpt.lab.estimate.search import NEEDED, OWN, Question, Search, deepspeed_file
     from ds_ckpt.lab.hosts.hardware import Hardware
     from ds_ckpt.lab.subject import Sizes
 
@@ -88,6 +99,11 @@ def plan(
         search = Search(question)
         with progress(len(search.micro_batches())) as search.report:
             best = search.best()
-        show(search, best, Console(soft_wrap=True, highlight=False))
-        text = json.dumps(deepspeed_file(question, best.setting, best.plan), indent=2) + "\n"
-        write_output(output, lambda path: path.write_text(text, encoding="utf-8"))
+        show(search, best, Console(soft_wrap=True, highlight=False), details=details)
+        for path, one in ((output, best), (plugin_output, search.best_with(plugin=True))):
+            if path and one:
+                file = deepspeed_file(question, one.setting, one.plan)
+                text = json.dumps(file, indent=2) + "\n"
+                write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+                if one.setting.policy == OWN:
+                    typer.echo(f"{path} does not switch on the model's own checkpointing", err=True)

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
-from ds_ckpt.lab.estimate.search import NEEDED, Question, Search
+from ds_ckpt.lab.estimate.search import NEEDED, TIE, ZERO1, Question, Search
 from ds_ckpt.lab.hosts.hardware import Hardware
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
     record = (RESULTS / f"{machine}.txt").read_text().splitlines()
     found = bench.predict(pairs)
     assert len(found.errors) >= fewest
-    assert statistics.median(found.errors) <= 0.1
+    assert round(statistics.median(found.errors), 2) == TIE
     assert bench.within(found.errors) >= 0.9 * len(found.errors)
     assert found.tau >= 0.85
     # not all of them: a lossless change takes fewer bits after more steps
@@ -79,7 +79,8 @@ def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulati
     cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
     assert cluster is not None
     search = Search(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
-    one = next(one for one in search.zero1 if one.setting.micro_steps == accumulation)
+    zero1 = [one for one in search.all if one.setting.weights == ZERO1]
+    one = next(one for one in zero1 if one.setting.micro_steps == accumulation)
     rows = json.loads((RESULTS / "weight_bytes.json").read_text())
     wanted = {"layout": "2x1", "cell": "ZeRO-1", "accumulation": accumulation}
     (row,) = (row for row in rows if wanted.items() <= row.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate import methods as gradient_methods
 from ds_ckpt.lab.estimate import model as costs
+from ds_ckpt.lab.estimate import search as search_module
 from ds_ckpt.lab.estimate.memory_model import assigned, estimate
 from ds_ckpt.lab.estimate.methods import (
     DENSE,
@@ -29,7 +31,20 @@ from ds_ckpt.lab.estimate.methods import (
     weights,
 )
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
-from ds_ckpt.lab.estimate.search import HPZ, NEEDED, ZERO3, Question, Search, deepspeed_file
+from ds_ckpt.lab.estimate.search import (
+    BUDGET,
+    DEEPSPEEDS,
+    HPZ,
+    NEEDED,
+    TIE,
+    ZERO1,
+    ZERO3,
+    Question,
+    Search,
+    Setting,
+    deepspeed_file,
+)
+from ds_ckpt.lab.estimate.simulate import simulate
 from ds_ckpt.lab.hosts.hardware import HARDWARE, Hardware
 from ds_ckpt.lab.hosts.probe import Links, Pair
 from ds_ckpt.lab.subject import Sizes
@@ -97,7 +112,7 @@ def test_gradient_bytes_are_those_of_the_exchange() -> None:
     assert sent(by_name[DENSE]) == pytest.approx(2 * demo().trained / 2)
     few = by_name["3bit"]
     assert few.settings is not None
-    plan = few.assignment(demo(), machine)
+    plan = few.assignment(demo(), machine.ranks, machine.hosts)
     assert sent(few) == pytest.approx(plan.sent_bytes / 2)
     assert sent(few) < sent(by_name[DENSE]) / 4
     # gradients inside a node are compressed with one level only
@@ -143,12 +158,20 @@ def test_a_cluster_is_read_from_its_text() -> None:
 # The search.
 
 
-def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie() -> None:
+def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are simulated here, by the search few of those whose bytes or computing last longer."""
+    calls = list[object]()
+    monkeypatch.setattr(search_module, "simulate", lambda *a: calls.append(a) or simulate(*a))
     for text in (TEXT, "2 nodes x 2 A100, 100 Gbit/s", "4 nodes x 1 RTX 4090, 100 Mbit/s, 20 ms"):
+        calls.clear()
         search = ask(text)
-        best, least_s = search.best(), min(one.step.seconds for one in search.all)
-        assert best.step.seconds <= 1.01 * least_s
-        ties = [one for one in search.all if one.step.seconds <= 1.01 * least_s]
+        best = search.best()
+        assert text != TEXT or len(calls) <= 0.4 * len(search.all)
+        enough_s = (1 + TIE) * min(one.step.seconds for one in search.all)
+        assert best.step.seconds <= enough_s
+        ties = [one for one in search.all if one.step.seconds <= enough_s]
         assert best.setting.departures == min(one.setting.departures for one in ties)
         assert all(one.fits for one in search.all)
 
@@ -179,19 +202,20 @@ def test_hpz_is_priced_as_its_bytes() -> None:
 def test_zero_1_is_a_baseline() -> None:
     """It sends the same for any number of micro-steps, and waits for changed weights."""
     search = ask("2 nodes x 1 A100, 100 Mbit/s", sequences=8)
-    assert len({one.setting.micro_steps for one in search.zero1}) == 3
-    for one in search.zero1:
+    zero1 = [one for one in search.all if one.setting.weights == ZERO1]
+    assert len({one.setting.micro_steps for one in zero1}) == 3
+    for one in zero1:
         sent = one.step.sent_bytes
         assert sent["gradients"] == pytest.approx(2 * 2 * demo().trained / 2)
         assert sent["gather after update"] == pytest.approx(2 * demo().trained / 2)
         assert one.step.waits_s >= 2 * demo().trained / 2 / (100e6 / 8)
         assert one.memory["weights, gradients, optimizer"] >= (2 + 2 + 12 / 2) * demo().elements
     (plain,) = (m for m in search.methods if m.name == STOCK)
-    zero3 = search.mixture(1, ZERO3, plain, False)
+    zero3 = search.mixture(Setting(1, 4, BUDGET, False, ZERO3, plain))
     assert zero3 is not None
-    rival_s = min(one.step.seconds for one in search.zero1)
+    rival_s = min(one.step.seconds for one in zero1)
     assert zero3.step.seconds > rival_s > search.best().step.seconds
-    assert ask(memory=0.001).zero1 == []
+    assert ZERO1 not in {one.setting.weights for one in ask(memory=0.001).all}
 
 
 def test_every_candidates_file_can_be_used_and_has_its_memory() -> None:
@@ -209,25 +233,57 @@ def test_every_candidates_file_can_be_used_and_has_its_memory() -> None:
         beside = {"activations", "gradients of activations, temporaries"}
         kept = sum(n for what, n in one.memory.items() if what not in beside)
         assert kept == states.resident_bytes
-    assert {one.setting.weights for one in search.all} == {ZERO3, HPZ, *RESIDENT}
+        assert bool(one.setting.sections) == ("ds_ckpt" in file)
+    assert {one.setting.weights for one in search.all} == {*DEEPSPEEDS, *RESIDENT}
 
 
 def test_less_memory_recomputes_more_and_none_is_refused() -> None:
     search = ask(sequences=512)
-    at = search.all[0].setting
-    most = search.mixture(128, at.weights, at.method, False)
+    at = Setting(128, 1, BUDGET, False, ZERO3, search.methods[0])
+    most = search.mixture(at)
     assert most is not None
     assert not most.plan.recompute_flops
     room = most.needed_bytes - most.plan.needed_bytes // 2
     device = search.question.cluster.device["memory_bytes"]
-    tight = ask(sequences=512, memory=room / 0.9 / device)
-    less = tight.mixture(128, at.weights, at.method, False)
+    less = ask(sequences=512, memory=room / 0.9 / device).mixture(at)
     assert less is None or less.plan.recompute_s > 0
-    with pytest.raises(UnsupportedError, match="no plan fits") as caught:
-        ask(memory=1e-4).best()
-    assert "--tokens" in str(caught.value)
     with pytest.raises(ConfigError, match="write 16"):
         ask(sequences=15)
+
+
+def test_remedies_if_nothing_fits_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "STEP", 1)
+    with pytest.raises(UnsupportedError, match="no plan fits") as caught:
+        ask(memory=4e-4).best()
+    remedy = caught.value.problems[0].remedy
+    assert "offload_optimizer" in remedy
+    assert "LoRA" in remedy
+    (nodes,) = map(int, re.findall(r"use (\d+) nodes", remedy))
+    ask(f"{nodes} nodes x 2 A100, 1 Gbit/s", 48, memory=4e-4).best()
+    with pytest.raises(UnsupportedError):
+        ask(f"{nodes - 1} nodes x 2 A100, 1 Gbit/s", 48, memory=4e-4).best()
+    with pytest.raises(UnsupportedError) as caught:  # activations alone are too large
+        ask(memory=1e-4).best()
+    assert caught.value.problems[0].remedy.startswith("use accelerators of")
+
+
+def test_where_memory_is_short_smaller_buckets_are_tried() -> None:
+    """Beside llama-1b, resident on two nodes of 24 GB, few bytes fit only then."""
+    known = Hardware.load(None, "--cluster")
+    cluster = known.cluster("2 nodes x 1 RTX 4090, 1 Gbit/s, 20 ms", NEEDED)
+    assert cluster is not None
+    model = Model("llama-1b", Sizes(2048, torch.bfloat16))
+    search = Search(Question(model, cluster, 5e-6, 8, "equal"))
+    ours = [one for one in search.all if one.setting.weights in RESIDENT]
+    few = [one for one in ours if one.setting.method.name.startswith("1bit")]
+    assert few
+    for one in few:
+        assert one.setting.divisor > 1
+        file = deepspeed_file(search.question, one.setting, one.plan)
+        usual = deepspeed_file(search.question, replace(one.setting, divisor=1), one.plan)
+        bucket, larger = (f["zero_optimization"]["reduce_bucket_size"] for f in (file, usual))
+        assert bucket == -(-larger // one.setting.divisor)
+        assert one.strategy.bucket == bucket
 
 
 # Verdicts.
@@ -285,24 +341,33 @@ def plan(*arguments: str) -> tuple[int, str]:
     ("cluster", "words", "betas"),
     [
         (
-            "2 nodes x 2 A100, 400 Gbit/s",
-            ["Best:", "tokens/s", "Alternatives", "ZeRO-1, a baseline", "guess"],
+            "1 node x 2 A100",
+            ["Fastest: DeepSpeed alone", "With ds_ckpt:", "tokens/s", "Alternatives", "guess"],
             [0.9, 0.95],
         ),
         # 1 bit was compared with dense training with AdamW's b1 at 0.7
-        ("2 nodes x 1 A100 80 GB, 0.05 Gbit/s", ["gradients 1bit", "0.7 and 0.95"], [0.7, 0.95]),
+        (
+            "2 nodes x 1 A100 80 GB, 0.05 Gbit/s",
+            ["Fastest: with ds_ckpt", "DeepSpeed alone:", "gradients 1bit", "0.7 and 0.95"],
+            [0.7, 0.95],
+        ),
     ],
 )
 def test_the_command_answers_and_writes_a_file_that_validates(
     tmp_path: Path, cluster: str, words: list[str], betas: list[float]
 ) -> None:
-    path = tmp_path / "plan.json"
-    code, text = plan("demo", "--cluster", cluster, "--batch=16", "--tokens=64", f"-o{path}")
+    path, ours = tmp_path / "plan.json", tmp_path / "ours.json"
+    given = ["demo", "--cluster", cluster, "--batch=16", "--tokens=64"]
+    code, few = plan(*given)
+    assert (code, len(few.splitlines())) == (0, 5), few
+    code, text = plan(*given, "--details", f"-o{path}", f"--plugin-output={ours}")
     assert code == 0, text
+    assert text.startswith(few)
     for part in (*words, "data sheet", "not tried, as verdicts", "topk_1pct"):
         assert part in text
-    result = CliRunner().invoke(app, ["validate", str(path)])
+    result = CliRunner().invoke(app, ["validate", str(path), str(ours)])
     assert result.exit_code == 0, result.output
+    assert "ds_ckpt" in json.loads(ours.read_text())
     file = json.loads(path.read_text())
     assert file["bf16"] == {"enabled": True}
     assert file["optimizer"]["params"]["betas"] == betas
@@ -312,7 +377,7 @@ def test_a_function_without_tokens_and_probed_links(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
     Links(("one", "two"), (Pair("one", "two", 1e-4, 9e8, 9e8, 5e8),)).save(links)
     stack = ["tests.unit.estimate_models:stack", "--modules=Mixer"]
-    code, text = plan(*stack, "--cluster=2 nodes x 2 L40S", f"--links={links}")
+    code, text = plan(*stack, "--cluster=2 nodes x 2 L40S", f"--links={links}", "--details")
     assert code == 0, text
     for part in ("32 sequences", "measured", "links.json"):
         assert part in text

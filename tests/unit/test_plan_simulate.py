@@ -16,6 +16,7 @@ from ds_ckpt.lab.estimate.simulate import (
     Strategy,
     TimedBlock,
     Weights,
+    at_least_s,
     in_a_row,
     simulate,
 )
@@ -64,6 +65,7 @@ strategies = st.builds(
     prefetch=st.sampled_from([0, 300_000]),
     weights=st.one_of(st.none(), st.builds(Weights, few_bytes, coding_s, coding_s)),
     hpz=st.booleans(),
+    gathers_twice=st.booleans(),
     gathers_changed=st.booleans(),
     update_s=seconds,
 )
@@ -76,6 +78,7 @@ def not_longer(one: float, other: float) -> bool:
 @given(machines, models, strategies)
 def test_between_the_busiest_resource_and_everything_in_turn(machine, blocks, strategy) -> None:
     step = simulate(machine, blocks, strategy)
+    assert not_longer(at_least_s(machine, blocks, strategy), step.seconds)
     for resource in ("compute", "network", "inside", "bus"):
         busy_s = sum(s for (of, _), s in step.busy_s.items() if of == resource)
         assert not_longer(busy_s, step.seconds)

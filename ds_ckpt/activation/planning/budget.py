@@ -228,6 +228,7 @@ class Planner:
         """Storages that several blocks may hold: rotary tables, masks, an encoder's result."""
         self._seconds = found.forward_s(rates)
         self.forward_s = [*(self._seconds[i] for i in self._blocks), self._seconds[-1]]
+        self._known_options: dict[tuple[bool, int, bool], list[list[Option]]] = {}
         more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
         self.saved_bytes = found.saved_bytes + more
 
@@ -305,11 +306,13 @@ class Planner:
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
         """Return the options of every block, by number of its candidate."""
-        surveyed = [
-            [self._option(way, self._seconds[number], allowance) for way in ways]
-            for number, ways in enumerate(self._surveyed)
-        ]
-        return [surveyed[number] for number in self._blocks]
+        key = allowance.offload, allowance.min_bytes, allowance.host_bytes > 0
+        if key not in self._known_options:
+            self._known_options[key] = [
+                [self._option(way, self._seconds[number], allowance) for way in ways]
+                for number, ways in enumerate(self._surveyed)
+            ]
+        return [self._known_options[key][number] for number in self._blocks]
 
     def _option(self, way: Candidate, forward_s: float, allowance: Allowance) -> Option:
         cost_s, moved = self._rates.seconds(way.flops, way.moved_bytes), 0

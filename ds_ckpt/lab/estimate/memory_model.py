@@ -140,8 +140,9 @@ def estimate(
         _elements(key, zero, parameters.hidden) for key in DEFAULTS
     )
     released = [n for n in parameters.counts if n > threshold]
-    sizes = (released, parameters.largest_block, trainable, item)
-    gathered, sent = transient_bytes(*sizes, reuse, prefetch, bucket).values()
+    sizes = (released, parameters.largest_block, trainable, item, reuse, prefetch)
+    # a gradient larger than the bucket is sent by itself
+    gathered, sent = transient_bytes(*sizes, max(bucket, *parameters.trainable, 0)).values()
     if stage == 3:
         gathered += item * (total - sum(released))
         kept_bytes = item * full_shard

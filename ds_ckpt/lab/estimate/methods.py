@@ -55,7 +55,6 @@ class PlanMethod:
     name: str
     section: Mapping[str, Any] = field(default_factory=dict)
     records: tuple[VerdictRecord, ...] = ()
-    _assigned: dict[tuple[Model, int, int], Assignment] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def settings(self) -> ExchangeSettings | None:
@@ -70,23 +69,27 @@ class PlanMethod:
         """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
-    def assignment(self, model: Model, machine: Machine) -> Assignment:
-        """Return the compressors of the model's parameters; built once for each machine's size."""
-        assert self.settings is not None
-        key = model, machine.ranks, machine.hosts
-        if key not in self._assigned:
-            self._assigned[key] = assigned(model.parameters, self.settings, *key[1:])
-        return self._assigned[key]
+    @property
+    def departures(self) -> tuple[bool, float]:
+        """Distance from plain gradients: tuned betas, then the factor of fewer bytes."""
+        return self.betas is not None, max((r.fewer_bytes for r in self.records), default=1.0)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019, methods are few
+    def assignment(self, model: Model, world: int, hosts: int) -> Assignment:
+        """Return the compressors of the model's parameters."""
+        assert self.settings is not None
+        return assigned(model.parameters, self.settings, world, hosts)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def exchange_memory(
         self, model: Model, machine: Machine, accumulation: int, bucket: int = 0
     ) -> ExchangeMemory:
         """Return what a rank takes to exchange buckets of so many entries."""
         if self.settings is None:
             return ExchangeMemory()
-        sizes = machine.ranks, machine.hosts, bucket
-        assignment = self.assignment(model, machine)
-        found = exchange_memory(assignment, self.settings, accumulation, *sizes)
+        sizes = machine.ranks, machine.hosts
+        assignment = self.assignment(model, *sizes)
+        found = exchange_memory(assignment, self.settings, accumulation, *sizes, bucket)
         return found if machine.streams else found._replace(nccl=0)
 
 
@@ -141,7 +144,7 @@ def gradients(
     two = divided > 1
     # with one level, each rank of a node sends to those of other nodes
     far = (hosts - 1) / hosts if two or local == 1 else local * (world - local) / world
-    each = method.assignment(model, machine).sent_bytes / max(model.trained, 1)
+    each = method.assignment(model, world, hosts).sent_bytes / max(model.trained, 1)
     # with two levels a node's sum is exact
     inside = itemsize * (local - 1) / local if two else each * (local - 1) / world
     share = 1 / divided / bytes_per_s

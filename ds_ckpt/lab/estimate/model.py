@@ -44,6 +44,7 @@ class Stretch:
         trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
         return cls(tuple((name, p.shape) for name, p in parameters.items()), trained, tied)
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
     def block(
         self, forward_s: float, recompute_s: float, offloaded: int, persistent: int
     ) -> TimedBlock:
@@ -72,7 +73,7 @@ class Model:
 
     def __init__(self, name: str, sizes: Sizes, modules: Sequence[str] | None = None) -> None:
         self._subject = find_subject(name, sizes)
-        self.name, self._repeated = name, 1
+        self.name, self._repeated, self._given = name, 1, (name, sizes, modules)
         if not self._subject.sized:
             why = "a plan chooses the number of sequences"
             remedy = "give the function an argument named batch"
@@ -110,6 +111,11 @@ class Model:
         self.trained = sum(self.parameters.trainable)
         self.planner = functools.cache(self._planner)
         self._surveyed = functools.cache(self._survey)
+
+    def with_tokens(self, tokens: int) -> Model:
+        """Return the model with sequences of another length."""
+        name, sizes, modules = self._given
+        return Model(name, replace(sizes, tokens=tokens), modules)
 
     def _planner(self, sequences: int, rates: Rates) -> Planner:
         found, tokens = self._surveyed(sequences)[1], self.tokens * sequences

@@ -1,4 +1,4 @@
-"""A plan in tables: the best setting, its alternatives, and the sources of figures."""
+"""A plan in five lines, and on request its costs, its alternatives and the sources of figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections import Counter
 from itertools import chain
 
 from rich.console import Console
-from rich.table import Table
 
 from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
-    ZERO1,
+    TIE,
     PlanOption,
     Question,
     Search,
@@ -24,74 +23,88 @@ _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
 
 
-def alternatives(search: Search) -> dict[str, PlanOption | None]:
-    """Return the best of each placement of weights and of each method, and of ZeRO-1."""
-    found: dict[str, list[PlanOption]] = {placement(kind): [] for kind in search.kinds}
-    found |= {f"gradients {method.name}": [] for method in search.methods}
-    for one in search.all:
-        found[placement(one.setting.weights)].append(one)
-        found[f"gradients {one.setting.method.name}"].append(one)
-    found[f"{ZERO1}, a baseline"] = search.zero1
-    return {name: best_of(some) if some else None for name, some in found.items()}
-
-
 def figures(question: Question) -> list[Constant]:
     """List the figures that the plan rests on."""
     cluster = question.cluster
     return [*chain(cluster.device.figures(), (cluster.rate, cluster.latency), OWN_FIGURES)]
 
 
-def show(search: Search, best: PlanOption, console: Console) -> None:
-    """Print the best setting with its costs, the alternatives and the figures."""
-    question, model, step = search.question, search.question.model, best.step
+def show(search: Search, best: PlanOption, console: Console, *, details: bool = False) -> None:
+    """Print the best setting, the best with and without this plugin, and their difference."""
+    question, model = search.question, search.question.model
     console.print(
-        f"{model.name}: {model.elements / 1e9:.2f} G parameters, {len(model.blocks)} blocks, "
-        f"sequences of {model.tokens} tokens; {question.cluster.text}; {question.sequences} "
-        f"sequences ({question.tokens / 1e6:.2f} M tokens) per step; loss: {question.loss}"
+        f"{model.name}: {model.elements / 1e9:.2f} G parameters; {question.cluster.text}; "
+        f"{question.sequences} sequences of {model.tokens} tokens per step; loss: {question.loss}"
     )
-    console.print(f"\n[bold]Best:[/bold] {best.setting.describe()}")
+    alone, ours = search.best_with(plugin=False), search.best_with(plugin=True)
+    by = "with ds_ckpt" if best.setting.sections else "DeepSpeed alone"
+    console.print(f"[bold]Fastest:[/bold] {by}, {_line(search, best)}")
+    if alone is None or ours is None:
+        console.print(f"{'With ds_ckpt' if ours is None else 'DeepSpeed alone'}: nothing fits")
+    else:
+        other = alone if best.setting.sections else ours
+        by = "DeepSpeed alone" if best.setting.sections else "With ds_ckpt"
+        console.print(f"{by}: {_line(search, other)}")
+        console.print(f"ds_ckpt {_difference(alone, ours)}")
     console.print(
-        f"  {question.tokens / step.seconds:,.0f} tokens/s, {step.seconds:.3g} s per step; "
-        f"{best.needed_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB (90% of the "
-        f"accelerator's), {best.host_bytes / GIB:.1f} GiB of host memory per rank"
+        f"Simulated. Steps within {TIE:.0%} are a tie: the closest to plain DeepSpeed is named. "
+        "Costs, alternatives, sources: --details"
     )
-    if best.setting.method.betas:
-        b1, b2 = best.setting.method.betas
-        console.print(f"  with AdamW's betas {b1:g} and {b2:g}, as in its verdicts")
-    blocks = Counter(best.plan.choices)
-    console.print("  blocks: " + ", ".join(f"{n} x {word}" for word, n in blocks.items()))
-    console.print(f"  the accelerator waits for {step.waits_s:.3g} s of the step")
-    parts = ("s busy", {f"{of}: {kind}": s for (of, kind), s in step.busy_s.items()}, 1.0)
-    sent = ("GB over a node's link", step.sent_bytes, 1e9)
-    for title, values, unit in (parts, sent, ("GiB of memory", best.memory, GIB)):
-        table = Table("", title, box=None, pad_edge=False)
-        table.columns[1].justify = "right"
-        for what, value in sorted(values.items(), key=lambda item: -item[1]):
-            if value > _LEAST * sum(values.values()):
-                table.add_row(f"  {what}", f"{value / unit:,.3f}")
-        if table.row_count:
-            console.print(table)
-    _show_alternatives(search, console)
-    console.print("\n[bold]Sources of the figures:[/bold]")
-    for figure in sorted(figures(question), key=lambda f: f.kind):
-        console.print(f"  {figure.kind}: {figure.what} {figure.value:.4g} ({figure.source})")
+    if details:
+        _show_costs(best, console)
+        _show_alternatives(search, console)
+        console.print("\n[bold]Sources of the figures:[/bold]")
+        for figure in sorted(figures(question), key=lambda f: f.kind):
+            console.print(f"  {figure.kind}: {figure.what} {figure.value:.4g} ({figure.source})")
+
+
+def _line(search: Search, one: PlanOption) -> str:
+    return (
+        f"{search.question.tokens / one.step.seconds:,.0f} tokens/s, {one.step.seconds:.3g} s per "
+        f"step, {one.needed_bytes / GIB:.1f} of {one.capacity_bytes / GIB:.1f} GiB: "
+        f"{one.setting.describe()}"
+    )
+
+
+def _difference(alone: PlanOption, ours: PlanOption) -> str:
+    """Describe what this plugin saves and costs beside DeepSpeed alone."""
+    found: dict[str, list[str]] = {"saves": [], "costs": []}
+    for before, after, words in (
+        (alone.step.seconds, ours.step.seconds, "s per step"),
+        (alone.step.link_bytes / 1e9, ours.step.link_bytes / 1e9, "GB over a node's link"),
+        (alone.needed_bytes / GIB, ours.needed_bytes / GIB, "GiB of memory"),
+    ):
+        if abs(before - after) > _LEAST * before:
+            change = f"{abs(before - after):.3g} {words} ({before:.3g} to {after:.3g})"
+            found["saves" if after < before else "costs"].append(change)
+    parts = [f"{verb} {', '.join(changes)}" for verb, changes in found.items() if changes]
+    return "; ".join(parts) or "changes neither time nor bytes nor memory"
+
+
+def _show_costs(best: PlanOption, console: Console) -> None:
+    console.print("\n[bold]Costs of the fastest:[/bold]")
+    blocks = ", ".join(f"{n} x {word}" for word, n in Counter(best.plan.choices).items())
+    console.print(f"  blocks: {blocks}; {best.host_bytes / GIB:.1f} GiB of host memory per rank")
+    console.print(f"  the accelerator waits for {best.step.waits_s:.3g} s of the step")
+    busy_s = {f"{of}: {kind}": s for (of, kind), s in best.step.busy_s.items()}
+    sent = ("GB over a node's link", best.step.sent_bytes, 1e9)
+    for title, values, unit in (("s", busy_s, 1.0), sent, ("GiB of memory", best.memory, GIB)):
+        shown = {what: n for what, n in values.items() if n > _LEAST * sum(values.values())}
+        rows = [(f"  {what}", f"{n / unit:,.3f} {title}") for what, n in sorted(shown.items())]
+        console.print(columns(rows))
 
 
 def _show_alternatives(search: Search, console: Console) -> None:
     console.print("\n[bold]Alternatives, each with its best settings:[/bold]")
-    found = alternatives(search)
-    fitting = [(name, one) for name, one in found.items() if one is not None]
-    fitting.sort(key=lambda item: item[1].step.seconds)
-    rows = [("", "s per step", "tokens/s", "GiB")]
-    for name, one in fitting:
-        seconds, rate = one.step.seconds, search.question.tokens / one.step.seconds
-        rows.append(
-            (f"  {name}", f"{seconds:.3g}", f"{rate:,.0f}", f"{one.needed_bytes / GIB:.1f}")
-        )
-    settings = ["settings", *(one.setting.describe() for _, one in fitting)]
-    for line, setting in zip(columns(rows).splitlines(), settings, strict=True):
-        console.print(f"{line}  {setting}")
-    if left := [name for name, one in found.items() if one is None]:
+    found: dict[str, list[PlanOption]] = {placement(kind): [] for kind in search.kinds}
+    found |= {f"gradients {method.name}": [] for method in search.methods}
+    for one in search.all:
+        found[placement(one.setting.weights)].append(one)
+        found[f"gradients {one.setting.method.name}"].append(one)
+    fitting = [(name, best_of(some)) for name, some in found.items() if some]
+    for name, one in sorted(fitting, key=lambda item: item[1].step.seconds):
+        console.print(f"  {name}: {_line(search, one)}")
+    if left := [name for name, some in found.items() if not some]:
         console.print(f"  nothing fits: {', '.join(left)}")
     if search.refused:
         names = ", ".join(method.name for method in search.refused)

@@ -1,25 +1,27 @@
 """Search for the settings that train most tokens a second on a cluster, within memory and loss.
 
-Candidates differ in micro-batch, recomputation (a budget's plan, with and without offload), weights
-(ZeRO-3's, hpZ, resident whole or losslessly) and gradients (DeepSpeed's own, dense, or methods that
-verdicts allow). Steps within 1% of the shortest are a tie, which goes to the setting that departs
-least from plain DeepSpeed. ZeRO-1 is a baseline: it all-reduces gradients once a step, and gathers
-changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
+Candidates differ in micro-batch, recomputation (the model's own, or a budget's plan, with and
+without offload), weights (ZeRO-1, ZeRO-2, ZeRO-3, hpZ, resident whole or losslessly), gradients
+(DeepSpeed's own, dense, or methods that verdicts allow) and, where memory is short, buckets. Steps
+that differ by less than the simulator's error are a tie, which goes to the setting that departs
+least from plain DeepSpeed. ZeRO-1 all-reduces gradients once a step, ZeRO-2 in every micro-step;
+both gather changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Planner
+from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.config.verdicts import Loss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory_model import DEFAULTS, States, estimate
+from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters, States, estimate
 from ds_ckpt.lab.estimate.methods import (
     LOSSLESS_BITS,
     LOSSLESS_S,
@@ -38,6 +40,7 @@ from ds_ckpt.lab.estimate.simulate import (
     StepTimes,
     Strategy,
     TimedBlock,
+    at_least_s,
     simulate,
 )
 from ds_ckpt.lab.hosts.hardware import Cluster, Constant
@@ -65,10 +68,16 @@ OWN_FIGURES = (
 """Figures beside the hardware's."""
 BUCKETS = 8
 """Least number of buckets in a backward, or nothing would be hidden."""
-ZERO3, HPZ, ZERO1 = "ZeRO-3's", "hpZ", "ZeRO-1"
-BUDGET = "budget"
-TIE = 0.01
-"""Share of a step."""
+SMALLER_BUCKETS = (1, 4, 16)
+"""Divisors of the bucket that are tried as long as memory is short."""
+ZERO1, ZERO2, ZERO3, HPZ = "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ"
+DEEPSPEEDS = (ZERO1, ZERO2, ZERO3, HPZ)
+BUDGET, OWN = "budget", "the model's own"
+"""Policies: a mixture, and the model's own checkpointing of every block, without this plugin."""
+TIE = 0.06
+"""Share of a step: the median error of predicted steps (docs/plan.md)."""
+MOST_NODES, FEWEST_TOKENS, LORA_RANK = 256, 128, 16
+"""Bounds of what is proposed if nothing fits."""
 STEP = 1 << 26
 """Bytes that memory for activations is rounded down to."""
 
@@ -130,24 +139,41 @@ class Setting:
     offload: bool
     weights: str
     method: PlanMethod
+    divisor: int = 1
+    """Of the default bucket."""
 
     @property
-    def departures(self) -> tuple[bool, int]:
+    def sections(self) -> int:
+        """Number of this plugin's features; 0: DeepSpeed alone."""
+        recomputes = self.policy not in ("none", OWN)
+        return recomputes + bool(self.method.section) + (self.weights in RESIDENT)
+
+    @property
+    def departures(self) -> tuple[Any, ...]:
         """Distance from plain DeepSpeed: rounded gradients, then the number of settings changed."""
         settings = self.method.settings
-        differ = (settings is not None, self.weights != ZERO3, self.offload, self.policy != "none")
-        return settings is not None and not settings.lossless, sum(differ)
+        others = (self.weights == HPZ, self.offload, self.policy == OWN, self.divisor > 1)
+        is_rounded = settings is not None and not settings.lossless
+        return is_rounded, self.sections, sum(others), *self.method.departures
 
     def describe(self) -> str:
         """Describe the setting on one line."""
-        policy = f"checkpointing {self.policy}" + ", inputs offloaded" * self.offload
-        batch = f"micro-batch {self.sequences} x {self.micro_steps}"
-        return f"{policy}; {placement(self.weights)}; gradients {self.method.name}; {batch}"
+        parts = [placement(self.weights)]
+        if self.method.section:
+            parts.append(f"gradients {self.method.name}")
+        if self.method.betas:
+            parts.append("AdamW's betas {:g} and {:g}".format(*self.method.betas))
+        if self.policy != "none":
+            parts.append(f"checkpointing {self.policy}" + ", inputs offloaded" * self.offload)
+        if self.divisor > 1:
+            parts.append(f"buckets of 1/{self.divisor}")
+        return "; ".join([*parts, f"micro-batch {self.sequences} x {self.micro_steps}"])
 
 
 def placement(kind: str) -> str:
     """Describe the placement of weights."""
-    return f"resident, {kind}" if kind in RESIDENT else "ZeRO-3's weights" * (kind == ZERO3) or kind
+    lossless = kind in RESIDENT and RESIDENT[kind] != "none"
+    return "resident weights" + ", lossless changes" * lossless if kind in RESIDENT else kind
 
 
 @dataclass
@@ -175,6 +201,11 @@ class PlanOption:
         return fits_host and self.needed_bytes <= self.capacity_bytes
 
     @functools.cached_property
+    def at_least_s(self) -> float:
+        """Bound the step from below, to simulate fewer."""
+        return at_least_s(self.machine, self.blocks, self.strategy)
+
+    @functools.cached_property
     def step(self) -> StepTimes:
         """Simulate the step."""
         return simulate(self.machine, self.blocks, self.strategy)
@@ -200,9 +231,12 @@ class Search:
             remedy = f"write {(self.each + 1) * machine.ranks}"
             problem = Problem("--batch", f"{question.sequences} sequences", why, remedy)
             raise ConfigError(problem, headline="the batch cannot be divided")
-        self.kinds = [ZERO3] if machine.hosts == 1 else [ZERO3, *[HPZ] * two_levels, *RESIDENT]
+        far = [*[HPZ] * two_levels, *RESIDENT] if machine.hosts > 1 else []
+        self.kinds = [ZERO1, ZERO2, ZERO3, *far]
         """Placements of weights."""
         self._plan = functools.cache(self._plan_within)
+        self._fewest = functools.cache(self._fewest_bytes)
+        self._states = functools.cache(self._zero_states)
 
     def best(self) -> PlanOption:
         """Return the shortest step that fits. Raises UnsupportedError if nothing does."""
@@ -210,105 +244,135 @@ class Search:
             raise self._nothing_fits()
         return best_of(self.all)
 
+    def best_with(self, *, plugin: bool) -> PlanOption | None:
+        """Return the best with this plugin, or of DeepSpeed alone; None: none fits."""
+        found = [one for one in self.all if bool(one.setting.sections) == plugin]
+        return best_of(found) if found else None
+
     @functools.cached_property
     def all(self) -> list[PlanOption]:
         """Candidates that fit and may be the best."""
-        return list(self._candidates(self.kinds))
-
-    @functools.cached_property
-    def zero1(self) -> list[PlanOption]:
-        """Steps of ZeRO-1 that fit."""
-        return list(self._candidates([ZERO1]))
+        return list(self._candidates())
 
     def micro_batches(self) -> Sequence[int]:
         """Sizes that a micro-batch can have."""
         return [n for n in range(1, self.each + 1) if self.each % n == 0]
 
-    def _candidates(self, kinds: Sequence[str]) -> Iterator[PlanOption]:
+    def _candidates(self) -> Iterator[PlanOption]:
         for sequences in self.micro_batches():
             self.report(f"micro-batches of {sequences}")
+            micro_steps = self.each // sequences
             found = [
                 candidate
-                for kind in kinds
+                for kind in self.kinds
                 for method in self.methods
-                if kind not in (HPZ, ZERO1) or method.settings is None
-                for candidate in self._recomputes(sequences, kind, method)
+                if kind in (ZERO3, *RESIDENT) or method.settings is None
+                for candidate in self._with_buckets(
+                    Setting(sequences, micro_steps, BUDGET, False, kind, method)
+                )
             ]
             if not found:
                 return  # nor does a larger one fit
             yield from found
 
-    def _recomputes(self, sequences: int, kind: str, method: PlanMethod) -> Iterator[PlanOption]:
+    def _with_buckets(self, of: Setting) -> Iterator[PlanOption]:
+        """Yield candidates with smaller and smaller buckets, until nothing is recomputed."""
+        before = -1
+        for divisor in SMALLER_BUCKETS:
+            setting = replace(of, divisor=divisor)
+            if before < (room := self._room(setting)):
+                found = [*self._recomputes(setting)]
+                yield from found
+                if found and not (found[0].plan.recompute_s or found[0].setting.offload):
+                    return
+            before = room
+
+    def _recomputes(self, of: Setting) -> Iterator[PlanOption]:
         """With nothing offloaded; if that recomputes, also with offload, as host memory allows."""
-        first = self.mixture(sequences, kind, method, False)
+        first = self.mixture(of)
         if first is not None and first.fits:
             yield first
             if not first.plan.recompute_s:
                 return
-        other = self.mixture(sequences, kind, method, True)
-        if other is not None and not other.fits and "block" in self._planner(sequences).words:
-            other = self.uniform(replace(other.setting, offload=True), "block")
+        has_block = "block" in self._planner(1).words  # a larger one may not be surveyed
+        other = self.mixture(replace(of, offload=True))
+        if other is not None and not other.fits and has_block:
+            other = self.uniform(replace(of, offload=True), "block")
         if other is not None and other.fits:
             yield other
+        is_alone = of.weights in DEEPSPEEDS and of.method.settings is None
+        if is_alone and has_block and sum(self._memory(of).values()) < self.question.capacity_bytes:
+            own = self.uniform(replace(of, policy=OWN), "block")
+            yield from [own] * own.fits
 
     def _planner(self, sequences: int) -> Planner:
         return self.question.model.planner(sequences, self.question.rates)
 
-    def mixture(
-        self, sequences: int, kind: str, method: PlanMethod, offload: bool
-    ) -> PlanOption | None:
+    def _room(self, of: Setting) -> int:
+        """Return the memory for activations, rounded down."""
+        return (self.question.capacity_bytes - sum(self._memory(of).values())) // STEP * STEP
+
+    def mixture(self, of: Setting) -> PlanOption | None:
         """Recompute least within the memory; None: nothing fits."""
-        memory = self._memory(sequences, kind, method)
-        room = (self.question.capacity_bytes - sum(memory.values())) // STEP * STEP
-        plan = self._plan(sequences, room, offload)
-        if plan is None:
-            return None
-        setting = Setting(sequences, self.each // sequences, BUDGET, offload, kind, method)
-        return self._candidate(setting, plan, memory)
+        plan = self._plan(of.sequences, self._room(of), of.offload)
+        return None if plan is None else self._candidate(of, plan)
 
     def _plan_within(self, sequences: int, room: int, offload: bool) -> ActivationPlan | None:
-        host = HOST_BYTES // self.machine.local if offload else 0
-        allowance = replace(ACTIVATIONS, budget_bytes=room, offload=offload, host_bytes=host)
+        if room <= 0 or room < self._fewest(sequences, offload):
+            return None
         try:
-            return self._planner(sequences).plan(allowance) if room > 0 else None
+            return self._planner(sequences).plan(self._allowance(room, offload))
         except UnsupportedError:
             return None
+
+    def _allowance(self, room: int, offload: bool) -> Allowance:
+        host = HOST_BYTES // self.machine.local if offload else 0
+        return replace(ACTIVATIONS, budget_bytes=room, offload=offload, host_bytes=host)
+
+    def _fewest_bytes(self, sequences: int, offload: bool) -> int:
+        """Return the smallest budget of any plan: failed plans cost the most time."""
+        planner = self._planner(sequences)
+        return min(planner.least(self._allowance(0, offload)).needed_bytes, planner.saved_bytes)
 
     def uniform(self, of: Setting, policy: str) -> PlanOption:
         """Give all blocks one policy, whether or not it fits."""
         allowance = replace(ACTIVATIONS, offload=of.offload)
         plan = self._planner(of.sequences).all_alike(policy, allowance)
-        return self._candidate(of, plan, self._memory(of.sequences, of.weights, of.method))
+        return self._candidate(of, plan)
 
-    def _candidate(self, of: Setting, plan: ActivationPlan, memory: dict[str, int]) -> PlanOption:
+    def _candidate(self, of: Setting, plan: ActivationPlan) -> PlanOption:
         """The candidate with a plan, under the policy that the plan comes to."""
         question, machine, model = self.question, self.machine, self.question.model
-        is_zero1, size = of.weights == ZERO1, model.parameters.itemsize
+        is_replicated, size = of.weights in (ZERO1, ZERO2), model.parameters.itemsize
         alike = {*plan.choices}
         # "attention and mlp" is no policy
         policy = BUDGET if len(alike) > 1 or " and " in plan.choices[0] else alike.pop()
+        policy = OWN if of.policy == OWN else policy
         blocks = model.simulated(self._planner(of.sequences).forward_s, plan)
         bytes_per_s = question.cluster.device["memory_bytes_per_s"]
-        if is_zero1:
+        if is_replicated:
             blocks = [replace(block, elements=0) for block in blocks]
             hops = 2 * (machine.ranks - 1)
             each = size * hops / machine.ranks
-            exchange = GradientTimes(each, each, hops=hops, once=True, ring=True)
+            exchange = GradientTimes(each, each, hops=hops, once=of.weights == ZERO1, ring=True)
         else:
             exchange = gradients(of.method, model, machine, size, of.micro_steps, bytes_per_s)
         strategy = Strategy(
             of.micro_steps,
             size,
             exchange,
-            bucket=bucket_of(model),
+            bucket=bucket_of(model, of.divisor),
             weights=weights(of.weights, machine, size),
             hpz=of.weights == HPZ,
-            gathers_changed=is_zero1,
+            gathers_changed=is_replicated,
+            gathers_twice=policy == OWN,
             update_s=UPDATE_BYTES * model.trained / machine.ranks / bytes_per_s,
         )
         held = of.method.exchange_memory(model, machine, of.micro_steps)
-        memory = {**memory, "activations": plan.needed_bytes}
-        in_update = self._states[of.weights].step_bytes + memory["residuals"] + held.nccl
+        memory = {**self._memory(of), "activations": plan.needed_bytes}
+        in_update = (
+            self._states(of.weights, of.divisor).step_bytes + memory["residuals"] + held.nccl
+        )
         memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
         return PlanOption(
             replace(of, policy=policy),
@@ -321,24 +385,20 @@ class Search:
             strategy,
         )
 
-    @functools.cached_property
-    def _states(self) -> dict[str, States]:
-        """States of ZeRO, by placement of weights."""
-        found = {}
-        for kind in [*self.kinds, ZERO1]:
-            setting = Setting(1, self.each, "none", False, kind, PlanMethod(STOCK))
-            file = deepspeed_file(self.question, setting)
-            if kind == ZERO1:
-                file["zero_optimization"] = {"stage": 1}
-            parameters = self.question.model.parameters
-            states, _ = estimate(parameters, file, self.machine.ranks, self.machine.hosts)
-            found[kind] = states if self.machine.streams else replace(states, nccl_bytes=0)
-        return found
+    def _zero_states(self, kind: str, divisor: int) -> States:
+        """States of ZeRO, by placement of weights and buckets."""
+        setting = Setting(1, self.each, "none", False, kind, PlanMethod(STOCK), divisor)
+        file, parameters = deepspeed_file(self.question, setting), self.question.model.parameters
+        states, _ = estimate(parameters, file, self.machine.ranks, self.machine.hosts)
+        return states if self.machine.streams else replace(states, nccl_bytes=0)
 
-    def _memory(self, sequences: int, kind: str, method: PlanMethod) -> dict[str, int]:
+    def _memory(self, of: Setting) -> dict[str, int]:
         """Bytes beside activations."""
-        model, machine, states = self.question.model, self.machine, self._states[kind]
-        held = method.exchange_memory(model, machine, self.each // sequences, bucket_of(model))
+        model, machine = self.question.model, self.machine
+        states = self._states(of.weights, of.divisor)
+        held = of.method.exchange_memory(
+            model, machine, of.micro_steps, bucket_of(model, of.divisor)
+        )
         kept = states.parameters_bytes + states.gradients_bytes + states.optimizer_bytes
         return {
             "weights, gradients, optimizer": kept,
@@ -347,35 +407,82 @@ class Search:
             "the node's copy of the weights": states.host_copy_bytes,
             "residuals": held.residuals * (not held.on_host),
             "NCCL's buffers": states.nccl_bytes + held.nccl,
-            "gradients of activations, temporaries": model.temporary_bytes(sequences),
+            "gradients of activations, temporaries": model.temporary_bytes(of.sequences),
         }
 
     def _nothing_fits(self) -> UnsupportedError:
-        question = self.question
-        plan = self._planner(1).least(replace(ACTIVATIONS, offload=True))
-        setting = Setting(1, self.each, BUDGET, True, ZERO3, PlanMethod(STOCK))
-        least = self._candidate(setting, plan, self._memory(1, ZERO3, setting.method))
-        parts = ", ".join(f"{what} {n / GIB:.1f}" for what, n in least.memory.items() if n)
+        """Make the error; of the remedies those that would fit."""
+        machine, question, model = self.machine, self.question, self.question.model
+        limit, bucket = question.capacity_bytes, bucket_of(model, SMALLER_BUCKETS[-1])
+        stock = Setting(1, 1, "none", False, ZERO3, PlanMethod(STOCK), SMALLER_BUCKETS[-1])
+        remedies = list[str]()
+
+        def need(
+            remedy: str,
+            nodes: int = machine.hosts,
+            of: Parameters = model.parameters,
+            length: Model = model,
+            **zero: object,
+        ) -> int:
+            """Compute what one sequence needs, and propose the remedy if it fits."""
+            file = deepspeed_file(question, stock)
+            file["zero_optimization"] |= zero
+            states, _ = estimate(of, file, nodes * machine.local, nodes)
+            plan = length.planner(1, question.rates).least(replace(ACTIVATIONS, offload=True))
+            beside = states.resident_bytes + length.temporary_bytes(1)
+            needed = max(plan.needed_bytes + beside, states.step_bytes)
+            rounds_to = -(-plan.needed_bytes // STEP) * STEP  # as a plan's budget is
+            fits = max(rounds_to + beside, states.step_bytes) <= limit
+            if remedy and fits and states.host_bytes * machine.local <= HOST_BYTES:
+                host = f", {states.host_bytes / GIB:.1f} of host memory" * bool(states.host_bytes)
+                remedies.append(f"{remedy} ({needed / GIB:.1f} GiB per rank{host})")
+            return needed
+
+        needed = need("")
+        need('write "offload_optimizer": {"device": "cpu"}', offload_optimizer={"device": "cpu"})
+        shapes = [shape for block in model.blocks for _, shape in block.shapes if len(shape) == 2]
+        factors = tuple(LORA_RANK * sum(shape) for shape in shapes)
+        counts = model.parameters.counts + factors
+        lora = replace(model.parameters, counts=counts, trainable=factors, shapes=())
+        need(f"train LoRA of rank {LORA_RANK}", of=lora)
+        more = range(machine.hosts + 1, MOST_NODES + 1)
+        known = len(remedies)
+        next((n for n in more if need(f"use {n} nodes", n) and len(remedies) > known), None)
+        half = model.tokens // 2
+        if half >= FEWEST_TOKENS:
+            need(f"--tokens {half}", length=model.with_tokens(half))
+        gb = math.ceil(needed / AUTO_SHARE / 1e9)
+        remedy = "; or ".join([*remedies, f"use accelerators of {gb} GB or more"])
         why = (
-            f"one sequence of {question.model.tokens} tokens, with all recomputed and offloaded, "
-            f"needs {least.needed_bytes / GIB:.1f} GiB of an accelerator ({parts}), of which a "
-            f"plan uses {question.capacity_bytes / GIB:.1f}"
+            f"one sequence of {model.tokens} tokens, the smallest micro-batch, with all recomputed "
+            f"and offloaded and a bucket of {bucket:,} elements, needs {needed / GIB:.1f} GiB of "
+            f"an accelerator, of which a plan uses {limit / GIB:.1f}"
         )
-        remedy = "name more nodes or accelerators with more memory, or shorter sequences (--tokens)"
-        where, found = "--cluster", f"{question.model.name} on {question.cluster.text}"
-        return UnsupportedError(Problem(where, found, why, remedy), headline="no plan fits")
+        problem = Problem("--cluster", f"{model.name} on {question.cluster.text}", why, remedy)
+        return UnsupportedError(problem, headline="no plan fits")
 
 
 def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
-    """Return the shortest step; of a tie, the one that departs least from plain DeepSpeed."""
-    enough_s = (1 + TIE) * min(one.step.seconds for one in candidates)
-    ties = [one for one in candidates if one.step.seconds <= enough_s]
-    return min(ties, key=lambda one: (one.setting.departures, one.step.seconds))
+    """Return the shortest step; of a tie, the one that departs least from plain DeepSpeed.
+
+    A candidate whose lower bound is beaten is not simulated.
+    """
+    least_s = math.inf
+    for one in sorted(candidates, key=lambda one: one.at_least_s):
+        if one.at_least_s < least_s:
+            least_s = min(least_s, one.step.seconds)
+    enough_s = (1 + TIE) * least_s
+    close = [one for one in candidates if one.at_least_s <= enough_s]
+    close.sort(key=lambda one: one.setting.departures)
+    for _, alike in itertools.groupby(close, lambda one: one.setting.departures):
+        if ties := [one for one in alike if one.step.seconds <= enough_s]:
+            return min(ties, key=lambda one: one.step.seconds)
+    raise AssertionError("the shortest is among the close ones")
 
 
-def bucket_of(model: Model) -> int:
+def bucket_of(model: Model, divisor: int = 1) -> int:
     """Return the elements of a bucket of gradients."""
-    return min(DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS))
+    return -(-min(DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS)) // divisor)
 
 
 def deepspeed_file(
@@ -388,7 +495,7 @@ def deepspeed_file(
         gib = math.floor(100 * plan.budget_bytes / GIB) / 100
         activation = {"policy": "budget", "budget_gib": gib, "budget_of": "activations"}
         activation["offload"] = setting.offload  # false: a plan may not choose "offload" either
-    elif setting.policy != "none":
+    elif setting.policy not in ("none", OWN):
         policy, _, kept = setting.policy.partition(" ")
         activation = {"policy": policy, **({"save_ops": kept} if kept else {})}
         if setting.offload and policy != "offload":
@@ -399,6 +506,7 @@ def deepspeed_file(
         ours["compression"] = dict(setting.method.section)
     if setting.weights in RESIDENT:
         ours["weights"] = {"resident": True, "deltas": RESIDENT[setting.weights]}
+    stage = {ZERO1: 1, ZERO2: 2}.get(setting.weights, 3)
     return {
         "train_micro_batch_size_per_gpu": setting.sequences,
         "gradient_accumulation_steps": setting.micro_steps,
@@ -409,12 +517,12 @@ def deepspeed_file(
         },
         question.dtype: {"enabled": True},
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
-            "reduce_bucket_size": bucket_of(question.model),
-            "stage3_gather_16bit_weights_on_model_save": True,
+            "reduce_bucket_size": bucket_of(question.model, setting.divisor),
+            **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
             **({"zero_hpz_partition_size": local} if setting.weights == HPZ else {}),
         },
         **({"ds_ckpt": ours} if ours else {}),
