@@ -5,12 +5,6 @@
 Simulated steps, nothing measured: `ds-ckpt plan`'s search on the figures of `hardware.json`, once
 for each model and number of nodes, then with each rate and latency of the links. All columns train
 the same batch, about a million tokens, and each has the micro-batch and recompute that suit it.
-
-hpZ is ZeRO-3 whose first forward of a step gathers between nodes and all else inside them, with a
-node's copy of the weights in memory. ZeRO++ is hpZ with weights gathered in 8 bits and gradients
-in 4: the volumes that its authors publish (0.5 M, 0 and 0.25 M for a model of M; DeepSpeed's blog
-on ZeRO++ and arXiv 2306.10209). What its kernels take is not in it, nor what it costs in loss.
-DeepSpeed has neither on nodes of one GPU.
 """
 
 from __future__ import annotations

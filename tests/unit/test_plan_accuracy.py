@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ds_ckpt.lab.estimate.search import NEEDED, TIE, ZERO1, Question, Search
 from ds_ckpt.lab.hosts.hardware import Hardware
 
