@@ -89,39 +89,27 @@ def test_nothing_is_lost_in_a_world_of_four(sign: type[Method], local: int) -> N
     check_law_3(Case(4, [(50, 60)], torch.float32, 0, local), codec, 1, 3, 1.0)
 
 
-def test_register_refuses_unusable_methods() -> None:
-    class Named(Method):
-        name = "rules"
-        about = "taken"
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "rules": ({}, "cannot be the name"),
+    "mute": ({"__annotations__": {"size": int}, "size": 3}, "mute.size needs"),
+    "needy": (
+        {"__annotations__": {"size": Annotated[int, Expects("a number", "3")]}}
+        | {"size": Field(description="No default.")},
+        "needy.size needs",
+    ),
+    "half": ({}, "half lacks .*pack_rows"),
+    "topk": ({}, "is already the name of ds_ckpt.compression.topk.TopK"),
+}
 
-    class Mute(Method):
-        name = "mute"
-        about = "explains nothing"
-        size: int = 3
 
-    class Needy(Method):
-        name = "needy"
-        about = "has no default"
-        size: Annotated[int, Expects("a number", "3")] = Field(description="A size.")
-
-    class Half(Method, Codec):
-        name = "half"
-        about = "does not unpack"
-
-    class Again(Method):
-        name = "topk"
-        about = "another one"
-
-    for kind, word in (
-        (Named, "cannot be the name"),
-        (Mute, "mute.size needs"),
-        (Needy, "needy.size needs"),
-        (Half, "half lacks .*pack_rows"),
-        (Again, "is already the name of ds_ckpt.compression.topk.TopK"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            register(kind)
-    assert {"rules", "mute", "needy", "half"}.isdisjoint(methods())
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_register_refuses_unusable_methods(name: str) -> None:
+    body, word = UNUSABLE[name]
+    bases = (Method, Codec) if name == "half" else (Method,)
+    body = {"__module__": __name__, "name": name, "about": "of no use", **body}
+    with pytest.raises(ValueError, match=word):
+        register(type("Unusable", bases, body))
+    assert name == "topk" or name not in methods()
 
 
 def test_entry_points_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
