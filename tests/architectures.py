@@ -1,7 +1,5 @@
 """Tiny Hugging Face models of many architectures, made from scratch, and a batch for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 declares; files, modules, tests and extras that are named have to exist.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

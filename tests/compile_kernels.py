@@ -11,8 +11,6 @@ stores of 16 bytes at once (`wide`), and products and sums at once (`fma`).
 none. Printed are the kernels that are compiled at attach, and those of the steps after it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ Without `--slow`, tests marked `slow` are skipped, and tests marked `sampled(n)`
 rows; `./scripts/test.sh --slow` runs everything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Code and JSON of docs/add_a_compressor.md, as used from outside the package."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -5,8 +5,6 @@ file, `deepspeed.initialize` is the plugin's before a test is imported, and the 
 each engine that has a session. Processes fork from a server that has imported this module.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

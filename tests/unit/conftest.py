@@ -1,7 +1,5 @@
 """Fixtures that tests of reports share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models for the tests of `ds-ckpt profile`: plain ones, and functions that the command calls."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

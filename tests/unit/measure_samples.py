@@ -5,8 +5,6 @@ gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `d
 Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 """
 
-from __future__ import annotations
-
 from ds_ckpt.lab.measure.parts import PARTS
 from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec

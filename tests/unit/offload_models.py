@@ -1,7 +1,5 @@
 """Small models and a store on the stand-in device, for the tests of offload."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

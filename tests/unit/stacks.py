@@ -1,7 +1,5 @@
 """A stack of small blocks, with and without checkpointing and offload, compared to the bit."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Host waits, kernels and memory of an exchange, and its independence of global settings.
 docs/gpu.md has the defect of each test; the accelerator is pretended."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter

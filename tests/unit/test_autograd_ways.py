@@ -1,7 +1,5 @@
 """Ways in which autograd and modules are used besides a plain training step: ways x kinds."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """State around a recomputation: modules x kinds to the bit, and refusals by name."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """`ds-ckpt`: help, exit codes, JSON output."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 Worlds of them: `test_exchange.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The section's values: defaults, nulls, what switches the plugin on, and its JSON Schema."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -7,8 +7,6 @@ The paths are all that are reported; a word is part of what was found, why, or t
 the row is accepted.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A case is a valid preset with one to three mistakes: wrong types, values out of 
 invented keys, "auto", lists for objects. Rules across keys are in test_config_problems.py.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """`check_determinism`: recomputes that differ are stopped, and the block is named."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

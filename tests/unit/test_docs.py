@@ -1,7 +1,5 @@
 """Documents: links, the site's list of pages, generated pages, the package's metadata."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Code of README and docs: JSON, Python and commands are checked, and run if that takes seconds."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Intervals, equivalence and planned seeds: the error rates are the stated ones."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Memory of a rank, compared with DeepSpeed's rules worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

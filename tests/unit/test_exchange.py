@@ -1,7 +1,5 @@
 """The exchange in worlds of virtual processes: identity, laws 3 and 4, one collective a bucket."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

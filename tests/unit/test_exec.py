@@ -1,7 +1,5 @@
 """`ds-ckpt exec`: start-up code, section, exit codes, locks. Launches: tests/distributed."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import base64

@@ -1,7 +1,5 @@
 """Deliberate faults (tests/faults): each applies to this tree, and every law has two of them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

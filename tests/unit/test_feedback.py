@@ -1,7 +1,5 @@
 """Residuals: units, transactions, state, and their storage in few bits and on the host."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Kernels over a bucket's tensors, run by Triton's interpreter, against the operators."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

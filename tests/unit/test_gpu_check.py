@@ -1,7 +1,5 @@
 """Rehearse the GPU checks on the CPU: the quick ones, and one that fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ways in: imports and their cost, `python -m ds_ckpt.run`, engines that are refused."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Launching: no process is left, and errors have the log's end or name the host; heartbeats."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Who owns, who shares a node, and what is sent: shards, packets, headers, sections."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

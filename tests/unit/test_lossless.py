@@ -1,7 +1,5 @@
 """Lossless changes of 16-bit weights: every bit pattern comes through, and few bytes do it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Means, intervals and derived figures, from samples with known parts."""
 
-from __future__ import annotations
-
 import gc
 import math
 import random

@@ -1,7 +1,5 @@
 """The report: its golden text, the page without network, and a look at it in a browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """A run of `ds-ckpt measure`: progress, log, continuation, refused options, the demo's preset."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

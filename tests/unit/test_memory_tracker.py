@@ -1,7 +1,5 @@
 """The memory tracker against numbers that can be worked out by hand, and against checkpointing."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

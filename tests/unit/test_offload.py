@@ -1,7 +1,5 @@
 """Offload with the CPU as the device: equal gradients, every input out and back."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

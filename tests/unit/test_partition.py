@@ -1,7 +1,5 @@
 """Inputs split over a group: equal gradients, exact bytes, the same order in every process."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From policies to units: blocks and parts found by name, segments, rules, and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

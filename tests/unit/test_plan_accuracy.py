@@ -3,8 +3,6 @@
 The benchmarks behind docs/plan.md and docs/plan_tables.md, on what is on record.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import statistics

@@ -1,7 +1,5 @@
 """`ds-ckpt plan`: costs of a model, candidates, the choice, and the command."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The simulated step: laws of its schedule, and steps that can be computed by hand."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The survey, which needs no memory, equals what is measured; the search finds the best plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

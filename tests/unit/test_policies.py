@@ -1,7 +1,5 @@
 """Policies on many architectures and adapters: gradients to the bit, what is held and saved."""
 
-from __future__ import annotations
-
 import functools
 import types
 import warnings

@@ -1,7 +1,5 @@
 """PowerSGD: orthonormal for any input, the subspace kept, products; and its exchange."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

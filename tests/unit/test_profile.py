@@ -1,7 +1,5 @@
 """`ds-ckpt profile`: fake steps compared with real ones, findings, the report, and the command."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

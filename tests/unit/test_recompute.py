@@ -1,7 +1,5 @@
 """Checkpointing is installed and removed, and recomputes every block once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Methods: the registry, its users, and the rules that choose one for each tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Annotated, Any

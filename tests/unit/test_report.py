@@ -1,7 +1,5 @@
 """Documents in their three forms, and charts, of made-up content; numbers as people read them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choice of weight placement by timed steps: one hook attached and detached, alike on all ranks."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

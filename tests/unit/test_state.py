@@ -1,7 +1,5 @@
 """Saved residuals: the same processes to the bit, other worlds and hosts the same sum, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The state of a step: how buckets are sent, that no residual is stranded, and guards."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

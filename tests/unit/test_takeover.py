@@ -1,7 +1,5 @@
 """Requests for transformers' own checkpointing are taken over, and generation keeps its cache."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

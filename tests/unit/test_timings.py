@@ -1,7 +1,5 @@
 """Times and errors of an exchange, compared with the residuals; the step log."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

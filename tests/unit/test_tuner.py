@@ -1,7 +1,5 @@
 """The tuner: whole steps of each candidate, one choice for all ranks, counted alike."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

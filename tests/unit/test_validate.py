@@ -3,8 +3,6 @@
 Rows as in test_config_problems.py, on a file with a micro-batch, ZeRO-3 and block checkpointing.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Comparisons: differences, verdicts, exit codes, stored runs, records and reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`ds-ckpt validate-accuracy` from options to exit code, with a model of a few thousand weights."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasks and data: a user's files and checkpoints, the corpus, virtual workers, a run's loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

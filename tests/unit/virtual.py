@@ -1,7 +1,5 @@
 """A data-parallel world inside the test's process: exchanges, residuals, and what they did."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
