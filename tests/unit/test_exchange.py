@@ -1,5 +1,6 @@
 """The exchange in worlds of virtual processes: identity, laws 3 and 4, one collective a bucket."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,20 +86,7 @@ def mean(gradients: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     return torch.stack([g[tensor].reshape(-1).double() for g in gradients]).mean(0)
 
 
-def assert_same_shards(got: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
-    for a_process, b_process in zip(got, expected, strict=True):
-        for a, b in zip(a_process, b_process, strict=True):
-            assert a.dtype == b.dtype
-            assert a.shape == b.shape
-            assert torch.equal(a, b)
-
-
 # ---- identity
-
-
-def exact_mean(gradients: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
-    """fp64, rounded once to the gradients' type."""
-    return mean(gradients, tensor).to(gradients[0][tensor].dtype)
 
 
 several_hosts = hosts.filter(
@@ -129,7 +117,8 @@ def test_sending_everything_is_the_mean_on_one_level_and_two(case, codec, loss_s
     for i, name in enumerate(case.names):
         bound = 4 * torch.finfo(case.dtype).eps
         largest = max((float(p[i].abs().max()) for p in gradients if p[i].numel()), default=0.0)
-        wanted, got = exact_mean(gradients, i), assemble(shards, i)
+        # in fp64, rounded once to the gradients' type
+        wanted, got = mean(gradients, i).to(case.dtype), assemble(shards, i)
         torch.testing.assert_close(got, wanted, rtol=bound, atol=bound * largest)
         left = [feedback.state_dict().get(name) for feedback in world.feedbacks]
         # only what a codec has packed has a residual, and what Dense sends in fp32 gives it up
@@ -288,7 +277,8 @@ def test_a_non_finite_value_is_seen_and_leaves_no_trace(
             assert torch.equal(now[name].view(torch.int32), was[name].view(torch.int32))
 
     after = case.gradients(99)
-    assert_same_shards(dirty.reduce(case.names, after), clean.reduce(case.names, after))
+    both = (itertools.chain(*world.reduce(case.names, after)) for world in (dirty, clean))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*both, strict=True))
 
 
 @pytest.mark.parametrize("sender", [0, 1, 2])
@@ -355,17 +345,12 @@ def test_an_empty_bucket_needs_no_collective() -> None:
 # one exchange an accumulated step
 
 
-SHAPES = ((7, 5), (13,), (3, 4))
-NAMES = ["matrix", "bias", "small"]
+NAMES = ["p0", "p1", "p2"]
+_topk = matrices(TopK(density=0.1, values="int8"))
 
 
 def _gradients(world: int, seed: int) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(s, generator=generator) for s in SHAPES] for _ in range(world)]
-
-
-def _topk(name: str, shape: torch.Size) -> Codec | None:
-    return TopK(density=0.1, values="int8") if len(shape) > 1 else None
+    return Case(world, [(7, 5), (13,), (3, 4)], torch.float32, seed).gradients()
 
 
 def test_a_parameter_absent_at_the_boundary_is_sent_in_the_next_step() -> None:
@@ -374,11 +359,11 @@ def test_a_parameter_absent_at_the_boundary_is_sent_in_the_next_step() -> None:
     processes.hold(NAMES, gradients)
     processes.reduce(NAMES[:1], [g[:1] for g in _gradients(2, 1)])
     processes.commit()
-    unsent = processes.residual_sum("bias", 13)
+    unsent = processes.residual_sum("p1", 13)
     expected = torch.stack([g[1].double() for g in gradients]).mean(0)
     assert torch.allclose(unsent, expected, atol=1e-6)
     zeros = [[torch.zeros(13)] for _ in range(2)]
-    delivered = assemble(processes.reduce(["bias"], zeros), 0)
+    delivered = assemble(processes.reduce(["p1"], zeros), 0)
     assert torch.allclose(delivered.double(), expected, atol=1e-6)
 
 
@@ -461,14 +446,6 @@ def test_a_nonfinite_accumulated_micro_step_is_flagged_on_every_rank(dtype, pres
     assert all(torch.isfinite(part).all() for process in again for part in process)
 
 
-def _whole(name: str, shape: torch.Size) -> Codec | None:
-    return None
-
-
-def _largest(name: str, shape: torch.Size) -> Codec | None:
-    return TopK(density=0.1, values="fp32") if len(shape) > 1 else None
-
-
 @given(
     hosts=st.integers(1, 3),
     local=st.integers(1, 2),
@@ -480,7 +457,7 @@ def test_without_error_feedback_a_step_goes_as_one_gradient(
     hosts: int, local: int, micro_steps: int, largest: bool, scale: float
 ) -> None:
     """Each step delivers the same as an exchange of the sum of its micro-steps."""
-    world, choose = hosts * local, _largest if largest else _whole
+    world, choose = hosts * local, matrices(TopK(density=0.1, values="fp32") if largest else None)
     given_ = World(world, choose, error_feedback=False, holds=True, local=local)
     at_once = World(world, choose, error_feedback=False, local=local)
     for step in range(3):
@@ -495,10 +472,10 @@ def test_without_error_feedback_a_step_goes_as_one_gradient(
             for process in zip(*scaled, strict=True)
         ]
         expected = at_once.reduce(NAMES, sums, scale)
-        for i in range(len(SHAPES)):
+        for i in range(3):
             assert torch.allclose(assemble(out, i), assemble(expected, i), rtol=1e-4, atol=1e-5)
         given_.commit()
         assert all(not feedback.state_dict() for feedback in given_.feedbacks)
     for p, feedback in enumerate(given_.feedbacks):
-        held = sum(given_.column(p, torch.Size(s).numel()).numel for s in SHAPES)
+        held = sum(given_.column(p, numel).numel for numel in (35, 13, 12))
         assert feedback.nbytes == 4 * held == feedback.entry_bytes * held
