@@ -281,27 +281,6 @@ def test_warm_start_follows_a_gradient_that_stays(seed: int) -> None:
     assert warm < 0.8 * cold
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_skipped_step_leaves_the_factors(overflows: bool) -> None:
-    """This bucket overflowed or another one did; the next step is as without the skipped one."""
-    plain, skipping = (World(2, matrices(LowRank(2))) for _ in range(2))
-    first, skipped, after = ([[torch.randn(20, 30)] for _ in range(2)] for _ in range(3))
-    for world in (plain, skipping):
-        world.reduce(["w"], first)
-        world.commit()
-    before = [{k: t.clone() for k, t in f.state_dict().items()} for f in skipping.factors]
-    if overflows:
-        skipped[0][0].fill_(torch.inf)
-    skipping.reduce(["w"], skipped)
-    skipping.rollback()
-    for was, factors in zip(before, skipping.factors, strict=True):
-        now = factors.state_dict()
-        assert was.keys() == now.keys() == {"right:w"}
-        assert all(torch.equal(was[k], now[k]) for k in was)
-    shards, wanted = skipping.reduce(["w"], after), plain.reduce(["w"], after)
-    assert torch.equal(assemble(shards, 0), assemble(wanted, 0))
-
-
 def test_a_nonfinite_tensor_beside_finite_factors_is_flagged_on_every_rank() -> None:
     def choose(name: str, shape: torch.Size) -> Compressor | None:
         return LowRank(2) if name == "w" else TopK(density=0.1)
