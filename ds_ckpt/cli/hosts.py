@@ -1,4 +1,4 @@
-"""`ds-ckpt hosts` and `ds-ckpt probe`: emulated nodes and their links.
+"""`ds-ckpt hosts` and `ds-ckpt probe`: nodes and their links.
 
 Heavy imports stay inside the commands.
 """
@@ -22,9 +22,11 @@ from ds_ckpt.cli.common import (
 )
 
 hosts = typer.Typer(
-    help="Emulated nodes on this machine (Linux, root): run a command, clean up.",
+    help="Nodes of a hostfile: check them. Emulated nodes: run a command, clean up.",
     no_args_is_help=True,
 )
+_CLOCK_S = 5.0
+"""Difference between clocks that is worth a warning."""
 _Count = Annotated[int, Option("--hosts", min=1, max=200, help="Number of emulated nodes.")]
 _Rate = Annotated[str, Option(help="Rate of each link and direction: 200mbit, 1gbit or unlimited.")]
 
@@ -64,6 +66,34 @@ def down(
     typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
     if left:
         typer.echo(f"left alone, their owner runs: {', '.join(left)} (--all includes them)")
+
+
+def check(
+    hostfile: Annotated[Path, file_option("Hostfile of the nodes; this machine is the first.")],
+    port: Annotated[int, Option(min=1, max=65535, help="Port of rank 0.")] = 29500,
+    ssh_port: Annotated[int | None, Option(min=1, max=65535, help="Port of sshd.")] = None,
+) -> None:
+    """Check the nodes of a hostfile: ssh, paths, versions, port, clocks, interfaces.
+
+    Exit 1 if a node cannot take part; every problem is printed with its remedy.
+    """
+    from ds_ckpt.lab.hosts.backends import Hostfile
+    from ds_ckpt.lab.hosts.launcher import check_hosts
+
+    with exit_on_error():
+        where = Hostfile(hostfile, port=port, ssh_port=ssh_port)
+        nodes = check_hosts(where)
+    for node in nodes:
+        ranks, warnings = where.counts[node.name], ""
+        if abs(node.ahead_s) > _CLOCK_S:
+            way = "ahead" if node.ahead_s > 0 else "behind"
+            warnings += f"; clock {abs(node.ahead_s):.0f} s {way}: times in logs do not match"
+        if node.address.startswith("127.") and len(nodes) > 1:
+            warnings += f"; its name is {node.address}: GLOO_SOCKET_IFNAME={node.interface}"
+            warnings += " in .deepspeed_env lets gloo use the network"
+        typer.echo(f"{node.name}: {ranks} ranks, interface {node.interface}{warnings or ', ok'}")
+    versions = ", ".join(" ".join(pair) for pair in nodes[0].versions.items())
+    typer.echo(f"all nodes: {versions}; port {port} is free on {nodes[0].name}")
 
 
 def probe(

@@ -31,6 +31,7 @@ EXAMPLES = {
     "report": "ds-ckpt report runs/first",
     "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",
     "probe": "sudo ds-ckpt probe --rate 200mbit -o links.json",
+    "hosts check": "ds-ckpt hosts check --hostfile hosts",
     "hosts run": "sudo ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
     "hosts down": "sudo ds-ckpt hosts down --all",
 }
@@ -65,16 +66,17 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: 
     to.command(name.split()[-1], **settings)(function)
 
 
+_add(hosts.hosts, "hosts check", hosts.check)
 _add(hosts.hosts, "hosts run", hosts.run, context_settings={"ignore_unknown_options": True})
 _add(hosts.hosts, "hosts down", hosts.down)
-app.add_typer(hosts.hosts, name="hosts")
 _add(app, "exec", execute, context_settings={"allow_interspersed_args": False})
-_add(app, "probe", hosts.probe)
-_add(app, "validate-accuracy", validate_accuracy)
+_add(app, "validate", validate)
 _add(app, "profile", profile)
 _add(app, "plan", plan)
 _add(app, "measure", measure)
 _add(app, "report", report)
-_add(app, "validate", validate)
-_add(app, "schema", schema)
+_add(app, "validate-accuracy", validate_accuracy)
+app.add_typer(hosts.hosts, name="hosts")
+_add(app, "probe", hosts.probe)
 _add(app, "doctor", doctor)
+_add(app, "schema", schema)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import Codec, Method, add_rows, on_host, row_groups
 from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_section
-from ds_ckpt.fields import Expects, Removed
+from ds_ckpt.fields import Expects, Removed, warn
 
 ValueFormat = Literal["fp32", "bf16", "int8"]
 VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
@@ -64,6 +64,12 @@ class TopK(Method, Codec):
         description="Type of a sent value on the wire: 4, 2 or 1 bytes each. The rounding error "
         "goes into the residual where error feedback is on.",
     )
+
+    def model_post_init(self, _context: Any, /) -> None:
+        """Warn of a share that was probably meant in percent."""
+        if self.density > 0.5:
+            share = f"{self.density:g} sends {self.density:.0%} of the entries"
+            warn(f"topk.density: {share}; 1% is written 0.01")
 
     def describe(self) -> str:
         """Return density and value format."""

@@ -38,6 +38,7 @@ def load_file(path: str | Path) -> dict[str, Any]:
         problems = [Problem(name, "no readable file", why, "give the path of a DeepSpeed file")]
     except json.JSONDecodeError as error:
         found = show(text[error.pos :].split("\n")[0][:40]) if text[error.pos :] else "the end"
+        found = found if text.strip() else "an empty file"
         remedy = (
             "correct it: strict JSON is UTF-8 in double quotes, without comments, trailing commas, "
             "a byte order mark, and Python's True, False and None"

@@ -159,6 +159,8 @@ class Gradients:
         where = "between nodes" if self.groups.levels == 2 else "between ranks"
         how = ", ".join(f"{c} on {n}" for c, (n, _, _) in assignment.by_compressor().items())
         facts = [f"{how} tensors: {assignment.share:.2%} of uncompressed gradient bytes {where}"]
+        if not self._settings.lossless and assignment.share >= 1:
+            facts.append("nothing is saved: these settings leave all tensors uncompressed")
         if self._exchanges_once:
             facts.append("one exchange per accumulated step")
         if feedback is not None:

@@ -8,6 +8,7 @@ be built under any tensor mode, so that a 7B model can consist of fake tensors.
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import importlib
 import inspect
@@ -121,9 +122,17 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
         return Subject(name, functools.partial(_demo, sizes), layers=_DEMO_LAYERS)
     if Path(name).exists():
         return _hugging_face(name, sizes)
-    common = load_file(HARDWARE)["models"].get(name.lower())
+    models = load_file(HARDWARE)["models"]
+    common = models.get(name.lower())
     if common is None and ":" in name:
         return _callable(name, sizes)
+    if (
+        common is None
+        and "/" not in name
+        and (meant := difflib.get_close_matches(name.lower(), models, cutoff=0.75))
+    ):
+        why = f"models known by name: {', '.join(models)}"
+        raise _refused(f'"{name}"', why, f'write "{meant[0]}", or the path of a config.json')
     return _hugging_face(name, sizes, common and common["config"])
 
 
@@ -182,7 +191,9 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
             config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:
         why = f"transformers finds no configuration in it: {_short(error)}"
-        remedy = 'write "demo", a config.json or its directory, a hub name, or "module:function"'
+        known = ", ".join(load_file(HARDWARE)["models"])
+        remedy = f'write "demo", {known}, a config.json or its directory, a hub name, or '
+        remedy += '"module:function"'
         raise _refused(f'"{name}"', why, remedy) from error
 
     def build(batch: int) -> Built:

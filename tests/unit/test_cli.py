@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from ds_ckpt.cli.common import parse_rate
 from ds_ckpt.config import json_schema, load_file, parse
 from ds_ckpt.lab import doctor
 from ds_ckpt.lab.hosts import sets
-from ds_ckpt.lab.hosts.backends import environment
+from ds_ckpt.lab.hosts.backends import environment, free_port
 
 PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 run = CliRunner().invoke
@@ -190,3 +191,42 @@ def test_the_environment_of_every_process_survives_pdsh() -> None:
     """pdsh's remote shell splits at blanks and strips quotes."""
     for name, value in environment("eth0").items():
         assert not set(value) & set(" '\"$;\n"), name
+
+
+SSH = """#!{python}
+import os, sys
+node, command = sys.argv[-2:]
+if change := os.environ.get("ON_" + node):
+    old, new = change.split("=>")
+    assert old in command, (old, command)
+    command = command.replace(old, new)
+os.execvp("sh", ["sh", "-c", command])
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ("", 0, "b: 1 ranks, interface"),
+        ("time.time()=>time.time() - 99", 0, r"b: 1 ranks, .*; clock \d+ s behind: times in logs"),
+        ('socket.gethostbyname=>(lambda _: "127.0.1.1")', 0, "b: .*its name is 127.0.1.1: GLOO_"),
+        (
+            'importlib.metadata.version(m)=>"0.1"',
+            1,
+            r"b: found torch 0.1(.|\n)*a has \d.*same code",
+        ),
+        ("isdir=>isfile", 1, "b: found no folder .*, where the command starts"),
+    ],
+)
+def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, changes, code, said) -> None:
+    """Over an `ssh` that runs the command here; the second node is changed."""
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "ssh").write_text(SSH.format(python=sys.executable))
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("ON_b", changes)
+    port = str(free_port())
+    result = run(app, ["hosts", "check", "--hostfile", str(tmp_path / "hosts"), "--port", port])
+    assert result.exit_code == code, result.output
+    assert re.search(said, result.output), result.output
+    assert "a: found" not in result.output

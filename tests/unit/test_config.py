@@ -225,11 +225,16 @@ OLD = [
     + ({"rules": [{"match": "*", "method": "quantize", "quantize": {}}]},),
     ({"start_step": 7}, "former name of warmup_steps", {"warmup_steps": 7}),
     ({"exchange": {"gate": False}}, "former name", {"exchange": {"autotune": False}}),
+    (
+        {"topk": {"density": 1}},
+        "sends 100% of the entries; 1% is written",
+        {"topk": {"density": 1.0}},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("old", "words", "new"), OLD)
-def test_a_key_of_an_earlier_release_warns_once(old, words, new, caplog) -> None:
+def test_a_former_key_or_a_share_in_percent_warns_once(old, words, new, caplog) -> None:
     warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="ds_ckpt")
     for _ in range(2):
@@ -291,3 +296,4 @@ def test_a_file_that_is_not_strict_json_is_refused(tmp_path, text, places) -> No
     found = [problem.where.replace(str(path), "FILE") for problem in caught.value.problems]
     assert all(a.startswith(b) for a, b in zip(found, places, strict=True)), found
     assert all(p.why and p.remedy and p.found for p in caught.value.problems)
+    assert text or caught.value.problems[0].found == "an empty file"

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,31 @@ _LOG_LINES = 40
 _POLL_S = 0.2
 _END_S = 8.0
 _EXAMINE = """
-import importlib.util, socket, sys
-missing = [m for m in sys.argv[2].split(",") if importlib.util.find_spec(m) is None]
+import importlib.metadata, importlib.util, json, os, platform, socket, sys, time
+now, port, modules, folder = time.time(), int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+missing = [m for m in modules if importlib.util.find_spec(m) is None]
 if missing:
     sys.exit("no module " + ", ".join(missing))
-if int(sys.argv[1]):
+if not os.path.isdir(folder):
+    sys.exit(f"no folder {folder}, where the command starts")
+if port:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", int(sys.argv[1])))
+            probe.bind(("", port))
         except OSError as error:
-            sys.exit(f"port {sys.argv[1]} is taken ({error}); name another: --port")
+            sys.exit(f"port {port} is taken ({error}); name another: --port")
+versions = {m: importlib.metadata.version(m) for m in modules}
+versions["python"] = platform.python_version()
+try:
+    address = socket.gethostbyname(socket.gethostname())
+except OSError:
+    address = ""
+with open("/proc/self/net/route") as file:
+    routes = [line.split() for line in file][1:]
+interface = next((route[0] for route in routes if route[1] == "00000000"), routes[0][0])
+found = {"versions": versions, "time_s": now, "address": address, "interface": interface}
+print(json.dumps(found))
 """
 
 
@@ -64,24 +79,60 @@ class LaunchError(DsCkptError, RuntimeError):
     headline = "the launched processes did not finish"
 
 
-def check_hosts(hosts: Backend) -> None:
-    """Check ssh, Python, modules and the port on all hosts at once; HostError has every problem."""
+@dataclass(frozen=True)
+class Examined:
+    """A node that can take part.
 
-    def examine(name: str) -> Problem | None:
+    Attributes:
+        versions: Version of each module, and of Python.
+        ahead_s: What its clock is ahead of this one's at least, in seconds.
+        address: Address of its own name, to which gloo binds; empty: the name has none.
+        interface: Interface of its default route.
+    """
+
+    name: str
+    versions: Mapping[str, str]
+    ahead_s: float
+    address: str
+    interface: str
+
+
+def check_hosts(hosts: Backend) -> list[Examined]:
+    """Examine all nodes at once: ssh, Python, modules, their versions, folder and port.
+
+    Raises HostError with every problem.
+    """
+
+    def examine(name: str) -> Problem | Examined:
         port = hosts.port if name == hosts.names[0] else 0
-        argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES)]
+        argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES), os.getcwd()]
+        asked = time.time()
         code, output = _try(hosts, name, argv)
+        answered = time.time()
         if code == 255:
             remedy = f"make `ssh {name} true` work without a password from the first node"
             return Problem(name, output, "processes are started over ssh", remedy)
-        why = f"every node needs {sys.executable}, its modules, and rank 0 a free port"
-        remedy = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
-        return Problem(name, output, why, remedy) if code else None
+        if code:
+            why = f"every node needs {sys.executable}, its modules, and rank 0 a free port"
+            remedy = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
+            return Problem(name, output, why, remedy)
+        found = json.loads(output.splitlines()[-1])
+        there = found.pop("time_s")  # between the question and the answer if both clocks agree
+        return Examined(name, ahead_s=there - min(max(there, asked), answered), **found)
 
     with ThreadPoolExecutor(len(hosts.names)) as pool:
-        problems = [found for found in pool.map(examine, hosts.names) if found]
+        results = list(pool.map(examine, hosts.names))
+    nodes = [found for found in results if isinstance(found, Examined)]
+    problems = [found for found in results if isinstance(found, Problem)]
+    for node in nodes:
+        for module, version in node.versions.items():
+            if version != (wanted := nodes[0].versions[module]):
+                why = f"{nodes[0].name} has {wanted}, and ranks must run the same code"
+                remedy = f"install {module} {wanted} there"
+                problems.append(Problem(node.name, f"{module} {version}", why, remedy))
     if problems:
         raise HostError(problems)
+    return nodes
 
 
 def unreachable(hosts: Backend) -> list[Problem]:
@@ -108,7 +159,8 @@ def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:
         return 255, f"no answer to ssh for {SSH_S:.0f} s"
     except FileNotFoundError as error:
         return 255, f"no {error.filename} on this machine"
-    output = (result.stderr or result.stdout).strip()
+    said = result.stderr if result.returncode else result.stdout
+    output = (said or result.stdout).strip()
     return result.returncode, f"ssh: {output}" if result.returncode == 255 else output
 
 
