@@ -69,10 +69,26 @@ def test_an_environment_without_ds_ckpt_gets_plain_deepspeed(folder: Path) -> No
     assert "ds_ckpt is not installed" in said
 
 
+OBSERVED = """
+import sys
+file, source, seen, known = sys.argv[1], open(sys.argv[1]).read(), [], set(sys.modules)
+sys.modules["sitecustomize"] = sys
+sys.addaudithook(lambda event, given: seen.append(f"{event} {given[0]}"))
+exec(compile(source, file, "exec"), {"__name__": "sitecustomize", "__file__": file})
+quiet = ("object.", "compile", "exec", "os.listdir")  # of this program, and of any import
+print([line for line in seen if not line.startswith(quiet)], sys.modules.keys() - known)
+"""
+
+
 def test_other_processes_load_nothing(folder: Path) -> None:
+    """The start-up code opens no file, and looks for one module: the next sitecustomize."""
     program = "import sys; print(*{'ds_ckpt', 'torch', 'deepspeed'} & sys.modules.keys(), '.')"
     assert python(program, str(folder)).split() == ["."]
-    source = (environment.STARTUP / "sitecustomize.py").read_text()
+    file = environment.STARTUP / "sitecustomize.py"
+    command = [sys.executable, "-I", "-c", OBSERVED, str(file)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == "['import sitecustomize'] {'sitecustomize'}\n"
+    source = file.read_text()
     ast.parse(source, feature_version=(3, 10))
     assert [p.name for p in environment.STARTUP.glob("*.py")] == ["sitecustomize.py"]
 
