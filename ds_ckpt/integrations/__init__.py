@@ -1,0 +1,1 @@
+"""Plugins of training frameworks, each imported by its framework alone."""
