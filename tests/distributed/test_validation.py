@@ -51,7 +51,7 @@ def _validated(spec: TaskSpec, paths: list[Path]) -> list[dict[str, Any]]:
     plan = Plan(open_task(spec), read_candidates(paths, "processes"), range(1), "processes")
     with patch.object(processes, "SAMPLE_EVERY", 2):
         results = train_missing(plan, {}, train_one, lambda *_: None)
-    return [dataclasses.asdict(result.outcome) for result in results]
+        return [dataclasses.asdict(result.outcome) for result in results]
 
 
 @pytest.mark.slow
