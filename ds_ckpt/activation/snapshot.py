@@ -2,9 +2,9 @@
 
 Restored are parameters, buffers, attributes of modules and the containers in them, generators, and
 objects among the arguments with their contents, three levels deep. A recomputation works on copies.
-Other state is not restored: objects on modules, `random`, NumPy's random numbers. If
-`check_determinism` is on, a recomputation that changes any of it is refused. Nothing sees a change
-of what no module holds (globals, class attributes, closures), unless values differ.
+Other state is not restored: objects on modules, `random`, NumPy's random numbers, and what the
+block's functions reach by name (globals, class attributes, closures). If `check_determinism` is on,
+a recomputation that changes any of it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ LEVELS = 3
 """Depth of copies: a cache, its list of layers, and their attributes."""
 COPIED_BYTES = 1 << 22
 MAX_OBJECTS = 1000
+_UNREAD = {"torch", "numpy", "transformers", "deepspeed", "ds_ckpt", *sys.stdlib_module_names}
+"""Packages whose functions and classes are not searched for names."""
 _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that normalizations write without counting versions."""
 _CONTAINERS = (list, dict, set, deque)
@@ -151,16 +153,109 @@ State = dict[str, tuple[Any, ...]]
 """By path, a plain value or identity, a tensor's version, and the object, to keep its identity."""
 
 
+def _held_by(module: nn.Module) -> dict[str, Any]:
+    """Return attributes, buffers and modules of a module, without torch's and DeepSpeed's own."""
+    held = {**vars(module), **module._buffers, **module._modules}
+    return {name: value for name, value in held.items() if _is_blocks_own(name)}
+
+
 def _add_to(state: State, seen: set[int], path: str, value: Any) -> None:
     is_tensor = isinstance(value, Tensor)
     identity = value if isinstance(value, int | float | str) else id(value)
-    state[path] = (identity, version_of(value) if is_tensor else 0, value)
+    version: Any = version_of(value) if is_tensor else 0
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        version = hash(value.tobytes())
+    state[path] = (identity, version, value)
     if id(value) in seen or len(seen) > MAX_OBJECTS:
         return
     seen.add(id(value))
-    if type(value) is tuple or (not is_tensor and _is_holder(value.__class__)):
-        for key, child in _children(value):
-            _add_to(state, seen, f"{path}.{key}", child)
+    if isinstance(value, nn.Module):
+        children: Iterable[tuple[Any, Any]] = _held_by(value).items()
+    elif type(value) is tuple or (not is_tensor and _is_holder(value.__class__)):
+        children = _children(value)
+    else:
+        return
+    for key, child in children:
+        _add_to(state, seen, f"{path}.{key}", child)
+
+
+# names that functions reach
+
+
+Read = Callable[[], Any]
+
+
+def _is_read(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] not in _UNREAD
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the global and attribute names that a code object and those inside it use."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+def _content(cell: Any) -> Any:
+    with suppress(ValueError):  # empty
+        return cell.cell_contents
+
+
+def _reads(value: Any) -> Iterator[tuple[str, Read]]:
+    """Yield what a function or class reaches by name, and how to read it."""
+    if isinstance(value, types.FunctionType) and _is_read(value.__module__):
+        names = _names(value.__code__)
+        places = [("the global ", value.__globals__)]
+        for module in map(value.__globals__.get, names):
+            if isinstance(module, types.ModuleType) and _is_read(module.__name__):
+                places.append((f"the global {module.__name__}.", vars(module)))
+        for words, place in places:
+            for name in names & place.keys():
+                yield words + name, functools.partial(place.get, name)
+        closure, called = value.__closure__ or (), value.__name__
+        for name, cell in zip(value.__code__.co_freevars, closure, strict=True):
+            yield f"{name} in the closure of {called}", functools.partial(_content, cell)
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            yield f"{called}.{name}", functools.partial(getattr, value, name)
+    elif isinstance(value, type) and _is_read(value.__module__):
+        for name in (n for n in vars(value) if not n.startswith("__") or n == "__call__"):
+            yield (
+                f"the class attribute {value.__name__}.{name}",
+                functools.partial(vars(value).get, name),
+            )
+
+
+def _leads_to(value: Any) -> Iterable[Any]:
+    """Return what else to search for names."""
+    if isinstance(value, (types.MethodType, classmethod, staticmethod)):
+        return value.__func__, getattr(value, "__self__", None)
+    if isinstance(value, property):
+        return value.fget, value.fset
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, type):
+        return value.__bases__ if _is_read(value.__module__) else ()
+    if isinstance(value, nn.Module):
+        return type(value), *_held_by(value).values()
+    if isinstance(value, (*_CONTAINERS, tuple)) or (
+        _is_read(type(value).__module__) and _is_holder(value.__class__)
+    ):
+        return type(value), *(child for _, child in _children(value))
+    return ()
+
+
+def names_reached(parts: Iterable[nn.Module]) -> dict[str, Read]:
+    """Return how to read globals, cells and class attributes that the parts' functions use."""
+    found, seen, todo = dict[str, Read](), dict[int, Any](), deque[Any](parts)
+    while todo and len(seen) < MAX_OBJECTS:
+        value = todo.popleft()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            todo.extend(_leads_to(value))
+            for path, read in _reads(value):
+                found[f"{path} #{len(found)}" if path in found else path] = read
+                todo.append(read())
+    return found
 
 
 # modules
@@ -176,6 +271,11 @@ class CheckpointedModule:
         self.name, self.module, self.choice = name, module, choice
         self.parts = list(module.modules())
         self.replaying: Callable[[], Any] | None = None
+
+    @functools.cached_property
+    def names(self) -> dict[str, Read]:
+        """See `names_reached`."""
+        return names_reached(self.parts)
 
 
 @functools.cache
@@ -291,6 +391,8 @@ class Snapshot:
                     _add_to(state, seen, f"{type(part).__name__}.{name}", value)
         for number, value in enumerate(self.arguments, 1):
             _add_to(state, seen, f"argument {number}", value)
+        for path, read in self._target.names.items():
+            _add_to(state, seen, path, read())
         return state
 
     @contextmanager

@@ -23,6 +23,7 @@ from ds_ckpt.activation.snapshot import (
     holders,
 )
 from ds_ckpt.errors import RecomputeError, UnsupportedError
+from tests.unit import stacks
 from tests.unit.stacks import (
     KINDS,
     RECOMPUTED,
@@ -441,6 +442,51 @@ class Counter:
 
 
 COUNTED = [0]
+NAMED = Counter()
+
+
+class Named(nn.Module):
+    """Reaches state by names alone."""
+
+    number = 0
+    counter = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        cell, array = 0, np.zeros(3)
+
+        def in_closure() -> None:
+            nonlocal cell
+            cell += 1
+            array[0] = 0
+
+        def by_default(seen: list[int] = []) -> None:  # noqa: B006
+            seen.append(1)
+
+        def in_array() -> None:
+            array[1] += 1
+
+        self.in_closure, self.by_default, self.in_array = in_closure, by_default, in_array
+        self.plain = [nn.BatchNorm1d(1, affine=False)]
+
+    def count(self) -> None:
+        self.counter.count += 1
+
+    @staticmethod
+    def in_global() -> None:
+        global RUNS
+        RUNS += 1
+
+    def of_a_function(self) -> None:
+        self.by_default.calls = getattr(self.by_default, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+RUNS = 0
+stacks.level = 0  # type: ignore[attr-defined]
+
+
+def _in_a_function_that_is_called() -> None:
+    NAMED.count += 1
 
 
 UNRESTORED: dict[str, Callable[[Any, Tensor], object]] = {
@@ -450,13 +496,23 @@ UNRESTORED: dict[str, Callable[[Any, Tensor], object]] = {
     r"random\.getstate\(\)": lambda m, x: random.random(),
     r"numpy\.random\.get_state\(\)": lambda m, x: np.random.rand(),
     r"saved tensor \d": lambda m, x: COUNTED.append(COUNTED.pop() + 1),
+    r"global RUNS": lambda m, x: m.named.in_global(),
+    r"global NAMED\.count": lambda m, x: _in_a_function_that_is_called(),
+    r"global tests\.unit\.stacks\.level": lambda m, x: setattr(stacks, "level", stacks.level + 1),
+    r"class attribute Named\.number": lambda m, x: setattr(Named, "number", Named.number + 1),
+    r"class attribute Named\.counter\.count": lambda m, x: m.named.count(),
+    r"cell in the closure of in_closure": lambda m, x: m.named.in_closure(),
+    r"array in the closure of": lambda m, x: m.named.in_array(),
+    r"by_default\.__defaults__\.0": lambda m, x: m.named.by_default(),
+    r"by_default\.__dict__\.calls": lambda m, x: m.named.of_a_function(),
+    r"Named\.plain\.0\.num_batches": lambda m, x: m.named.plain[0](x.detach()[:, :1]),
 }
 
 
 class Unrestored(nn.Module):
     def __init__(self, use: Any) -> None:
         super().__init__()
-        self.use, self.statistics = use, Counter()
+        self.use, self.statistics, self.named = use, Counter(), Named()
 
     def forward(self, x: Tensor) -> Tensor:
         self.use(self, x)
