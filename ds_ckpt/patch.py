@@ -1,6 +1,7 @@
 """Attributes set on live objects, each recorded so that it can be restored exactly.
 
-The only way in which this package changes an object that it does not own.
+The only way in which this package changes an object that it does not own. Start-up code, which
+other environments run without the package, replaces `deepspeed.initialize` itself.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 log = logging.getLogger("ds_ckpt")
+NCCL_BUFFERS = "NCCL's buffers"
+"""Purpose, among those of the exchange's memory, that torch's allocator does not count."""
 
 
 class FirstBatchPlanning:
@@ -86,8 +88,8 @@ class FirstBatchPlanning:
         asked, available = self._config.budget_gib, float(free_on(self._device))
         if self._device.type == "cuda":
             # neither torch's tensors nor NCCL's buffers are free, but `resident` counts them
-            nccl = sum(n for name, n in self._exchange_memory().items() if name.startswith("NCCL"))
-            available += torch.cuda.memory_allocated(self._device) + nccl
+            available += torch.cuda.memory_allocated(self._device)
+            available += self._exchange_memory()[NCCL_BUFFERS]
         if self._config.policy == "auto":
             available *= AUTO_SHARE
         return int(available if asked is None else min(available, asked * GIB))

@@ -35,7 +35,8 @@ class Gradients:
 
     `step` reduces buckets, commits and rolls back; `feedback` has its residuals, None if nothing is
     left out or accumulated; `assignment` has compressor and bytes of each parameter; `guard` is
-    None if off. Raises UnsupportedError if engine, nodes or parameters do not support the section.
+    None if off; `nccl_bytes` are NCCL's buffers. Raises UnsupportedError if engine, nodes or
+    parameters do not support the section.
     """
 
     def __init__(self, engine: Any, config: CompressionConfig) -> None:
@@ -76,7 +77,7 @@ class Gradients:
             embeddings=embeddings,
             tuner=tuner,
         )
-        self._nccl_bytes = 0
+        self.nccl_bytes = 0
         reserve = partial(self.step.reserve, sizes, device)
         try:
             run_on_all_or_raise(reserve, what="allocate its residuals")
@@ -106,7 +107,7 @@ class Gradients:
             module.synchronize(device)  # a kernel's failure is raised here
 
         run_on_all_or_raise(partial(preallocate, False), what="run the compression kernels")
-        self._nccl_bytes = measure_non_torch_bytes(device, partial(preallocate, True))
+        self.nccl_bytes = measure_non_torch_bytes(device, partial(preallocate, True))
 
     def sample(self) -> ExchangeSample:
         """Return the times and errors of the last step."""
@@ -128,7 +129,7 @@ class Gradients:
         sizes = int(self._engine.optimizer.reduce_bucket_size), self.groups.world, self.groups.local
         in_place = self.feedback is not None and self.feedback.adds_in_place
         buffers = self.assignment.buffer_bytes(*sizes, in_place=in_place)
-        found = {"exchange buffers": buffers, "NCCL's buffers": self._nccl_bytes}
+        found = {"exchange buffers": buffers}
         if self.feedback is not None and not self.feedback.on_host:
             found["residuals"] = self.feedback.nbytes
         return found
@@ -166,9 +167,9 @@ class Gradients:
         if feedback is not None:
             memory = "host memory" if feedback.on_host else "memory"
             facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")
-        if self._nccl_bytes:
+        if self.nccl_bytes:
             facts.append(
-                f"NCCL's buffers for it take {self._nccl_bytes / 1e6:,.4g} MB of GPU memory"
+                f"NCCL's buffers for it take {self.nccl_bytes / 1e6:,.4g} MB of GPU memory"
             )
         why = why_not_corrected(self._engine.optimizer)
         if self._settings.momentum_correction and why:

@@ -21,7 +21,7 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
-from ds_ckpt.engine.first_batch import FirstBatchPlanning
+from ds_ckpt.engine.first_batch import NCCL_BUFFERS, FirstBatchPlanning
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
@@ -149,9 +149,10 @@ class Session:
     def _exchange_memory(self) -> dict[str, int]:
         """Return accelerator bytes of the exchange of gradients and weights, by purpose."""
         found = self.exchange.resident_bytes() if self.exchange else {}
-        if self._resident is not None and self._resident.nccl_bytes:
-            found["NCCL's buffers for weights"] = self._resident.nccl_bytes
-        return found
+        return {
+            **found,
+            NCCL_BUFFERS: sum(p.nccl_bytes for p in (self.exchange, self._resident) if p),
+        }
 
     def _place_weights(self, step: int) -> None:
         gradients = self.exchange.step if self.exchange else None
@@ -340,7 +341,9 @@ def end_earlier_sessions(engine: Any) -> None:
         if session.engine is engine or params.isdisjoint(session.engine.module.parameters()):
             continue
         session.detach()
-        session.engine.backward = session.engine.step = _refuse_to_train
+        never_undone = Patches()  # nor are DeepSpeed's hooks restored, so it could not train
+        for name in ("backward", "step"):
+            never_undone.set(session.engine, name, _refuse_to_train)
         stop_reducing(session.engine.optimizer)
         if dist.get_rank() == 0:
             log.info(

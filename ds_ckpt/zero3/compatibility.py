@@ -39,6 +39,8 @@ RESIDENT_SINCE = "0.19.5"
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """From a bucket's full gradients to this rank's chunks."""
+Decide = Callable[[], Any]
+"""Returns whether a step is skipped."""
 
 
 @dataclass(frozen=True)
@@ -296,26 +298,27 @@ def require_resident_weights(version: str) -> None:
         raise UnsupportedError(Problem(where, found, why, remedy))
 
 
-def fill_in_verdict(optimizer: Any, patches: Patches, *, always_check: bool) -> None:
-    """Add 0.19.8's `_loss_scale_update_and_overflow_cleanup` to earlier versions.
+def patch_verdict(
+    optimizer: Any, patches: Patches, around: Callable[[Decide], Any], *, always_check: bool
+) -> None:
+    """Replace the method that decides whether a step is skipped by `around` that method.
 
-    They decide in `_overflow_check_and_loss_scale_update`, for fp16 alone; `always_check` skips
-    steps with non-finite gradients in every dtype, like 0.19.8.
+    Before 0.19.8 it checks for overflow first, and for fp16 alone; `always_check` skips steps with
+    non-finite gradients in every dtype, like 0.19.8.
     """
-    if hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
-        return
-    decide = optimizer._overflow_check_and_loss_scale_update
+    names = "_loss_scale_update_and_overflow_cleanup", "_overflow_check_and_loss_scale_update"
+    name = next(name for name in names if hasattr(optimizer, name))
+    decide = getattr(optimizer, name)
 
     def check_and_decide() -> Any:
-        if always_check and optimizer.dtype != torch.float16:
+        if name == names[1] and always_check and optimizer.dtype != torch.float16:
             optimizer.check_overflow()
             scaler = optimizer.torch_autocast_gradscaler
             if optimizer.overflow and scaler is not None:  # not updated in a skipped step
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        return optimizer._loss_scale_update_and_overflow_cleanup()
+        return around(decide)
 
-    patches.set(optimizer, "_loss_scale_update_and_overflow_cleanup", decide)
-    patches.set(optimizer, "_overflow_check_and_loss_scale_update", check_and_decide)
+    patches.set(optimizer, name, check_and_decide)
 
 
 def ends_step(optimizer: Any) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.compatibility import Reduce, check_identity, fill_in_verdict
+from ds_ckpt.zero3.compatibility import Decide, Reduce, check_identity, patch_verdict
 
 log = logging.getLogger("ds_ckpt")
 SKIPPED_IN_A_ROW = 10
@@ -100,9 +100,7 @@ class GradientHook:
 
     def _install(self) -> None:
         optimizer, patches = self._optimizer, self._patches
-        fill_in_verdict(optimizer, patches, always_check=self._exchange is not None)
         avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
-        decide_overflow = optimizer._loss_scale_update_and_overflow_cleanup
         zero_grad = optimizer.zero_grad
         epilogue = optimizer.independent_gradient_partition_epilogue
         stream = getattr(optimizer, "reduce_and_partition_stream", None)  # None on CPUs
@@ -118,11 +116,11 @@ class GradientHook:
                 self.drop_step()
                 raise
 
-        def loss_scale_update_and_overflow_cleanup() -> Any:
+        def end_step(decide: Decide) -> Any:
             self._is_unfinished = False
             before = self._scale()
             try:
-                skipped = decide_overflow()
+                skipped = decide()
                 self._autocast_scale = None
                 self._count_skipped(skipped=bool(skipped) and self._scale() >= before)
                 if self._exchange is not None:
@@ -165,8 +163,7 @@ class GradientHook:
         patches.set(optimizer, "clear_backward_seen_flag", clear_flag)
         patches.set(optimizer, "_pre_step", _after(step_begins, optimizer._pre_step))
         patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
-        name = "_loss_scale_update_and_overflow_cleanup"
-        patches.set(optimizer, name, loss_scale_update_and_overflow_cleanup)
+        patch_verdict(optimizer, patches, end_step, always_check=self._exchange is not None)
 
     def _reduced(
         self, params: Sequence[Any], avg_scatter: Callable[[], list[torch.Tensor]]

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import stage3
 
 import ds_ckpt
 from ds_ckpt.engine.gradients import residual_files, shapes_of
+from ds_ckpt.patch import Patches
 from ds_ckpt.zero3 import compatibility
 from tests.distributed import models
 from tests.distributed.models import quantize_section, topk_section
@@ -259,8 +260,17 @@ def test_detach_leaves_deepspeed_as_it_was_found(section: dict[str, Any]) -> Non
                 if key not in old or key not in vars(thing) or vars(thing)[key] is not old[key]
             ]
 
-        session = ds_ckpt.attach(engine)
+        places: list[tuple[int, str]] = []
+        put = Patches.set
+
+        def recorded(patches: Patches, target: Any, name: str, value: Any) -> None:
+            places.append((id(target), name))
+            put(patches, target, name, value)
+
+        with patch.object(Patches, "set", recorded):
+            session = ds_ckpt.attach(engine)
         assert differences()
+        assert len(places) == len(set(places)), "each in one place"
         session.detach()
         assert differences() == []
         assert globals_before == (stage3.reduce_scatter_coalesced, deepspeed.initialize)
