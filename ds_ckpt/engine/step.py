@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,9 @@ def _uncompressed(name: str, shape: torch.Size) -> None:
 
 
 class StepState:
-    """Reduces the buckets of a step; a `ds_ckpt.zero3.gradient_hook.BucketExchange`.
+    """Chooses how a step's buckets are reduced, and ends the step.
+
+    A `ds_ckpt.zero3.gradient_hook.BucketExchange`: no gradient passes it.
 
     Without `warm_up` (compressors) DeepSpeed reduces in the warm-up, without `at_boundary` every
     micro-step is exchanged, and without `tuner` gradients are always compressed.
@@ -110,34 +113,29 @@ class StepState:
         others = *self._warm_ups, _uncompressed
         self.exchange.preallocate(bucket, device, *others, sends=sends)
 
-    def reduce(
-        self,
-        names: Sequence[str],
-        tensors: list[Tensor],
-        *,
-        loss_scale: float,
-        deepspeed_reduce: Reduce,
-    ) -> list[Tensor]:
-        """Reduce one bucket; see `ds_ckpt.zero3.gradient_hook.BucketExchange`."""
+    def choose_reduction(self, names: Sequence[str], loss_scale: float) -> Reduce | None:
+        """Begin a bucket; see `ds_ckpt.zero3.gradient_hook.BucketExchange`."""
         self._expects_more = self._at_boundary is not None and not self._at_boundary()
         mode, is_warming_up = self.mode(names), self._is_warming_up
         if is_warming_up and mode == "deepspeed":
-            return deepspeed_reduce(tensors)
+            return None
         if not is_warming_up and self.exchange.metric is not None:
             if self._metric_start is None:
                 self._metric_start = self._current_step()
             self.exchange.metric.begin_step(self._current_step() - self._metric_start)
-        choose = _uncompressed if mode == "uncompressed" else None
+        reduce = self.exchange.average
+        choose: Choose | None = _uncompressed if mode == "uncompressed" else None
         if self._expects_more:
-            return self.exchange.accumulate(names, tensors, loss_scale, choose=choose)
-        if is_warming_up and mode == "compressed":
+            reduce = self.exchange.accumulate
+        elif is_warming_up and mode == "compressed":
             self._drained.difference_update(names)
-            return self.exchange.average(names, tensors, loss_scale, choose=self._warm_up)
-        if not self.is_disabled:
-            self._sent.update(dict.fromkeys(names, mode))
-        if mode == "deepspeed":
-            return deepspeed_reduce(tensors)
-        return self.exchange.average(names, tensors, loss_scale, choose=choose)
+            choose = self._warm_up
+        else:
+            if not self.is_disabled:
+                self._sent.update(dict.fromkeys(names, mode))
+            if mode == "deepspeed":
+                return None
+        return partial(reduce, names, loss_scale=loss_scale, choose=choose)
 
     def commit(self) -> None:
         """End a step that was taken; with a non-finite bucket its residuals are rolled back.
@@ -210,10 +208,12 @@ class NoCommunication:
     world: int
     dp_rank: int
 
-    def reduce(
-        self, names: Sequence[str], tensors: list[Tensor], **options: object
-    ) -> list[Tensor]:
-        """Return this rank's own gradients: flat views of its shards of `tensors`."""
+    def choose_reduction(self, names: Sequence[str], loss_scale: float) -> Reduce:
+        """Return a function to this rank's own gradients."""
+        return self._own_shards
+
+    def _own_shards(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return flat views of this rank's shards of `tensors`."""
         shards = [ShardLayout(t.numel(), self.world).shard(self.dp_rank) for t in tensors]
         return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
 

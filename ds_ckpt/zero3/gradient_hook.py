@@ -36,28 +36,19 @@ _reduction = threading.RLock()
 class BucketExchange(Protocol):
     """Reduces buckets in place of DeepSpeed."""
 
-    def reduce(
-        self,
-        names: Sequence[str],
-        tensors: list[torch.Tensor],
-        *,
-        loss_scale: float,
-        deepspeed_reduce: Reduce,
-    ) -> list[torch.Tensor]:
-        """Return the mean over the group: this rank's chunk (`ceil(numel / world)`) of each tensor.
+    def choose_reduction(self, names: Sequence[str], loss_scale: float) -> Reduce | None:
+        """Return how the bucket of these parameters is reduced now; None: by DeepSpeed.
 
-        Args:
-            names: Parameter names, in the bucket's order.
-            tensors: Full gradients of this rank, times `loss_scale`; may be overwritten.
-            loss_scale: DeepSpeed's, times autocast's.
-            deepspeed_reduce: DeepSpeed's own reduction.
+        The function takes this rank's full gradients, times `loss_scale` (DeepSpeed's, times
+        autocast's), which it may overwrite. It returns the mean over the group: this rank's chunk
+        (`ceil(numel / world)`) of each tensor.
         """
 
     def commit(self) -> None:
         """End a step that was taken, on all ranks. Nothing is pending afterwards."""
 
     def rollback(self) -> None:
-        """End a step that was skipped, or whose gradients are dropped: `reduce` may have raised."""
+        """End a step that was skipped, or whose gradients are dropped: a bucket may have raised."""
 
 
 class GradientHook:
@@ -200,12 +191,12 @@ class GradientHook:
         if params[0].ds_id not in self._names:  # a bucket has one group
             return deepspeed_reduce(tensors)
         names = [self._names[p.ds_id] for p in params]
-        how: dict[str, Any] = {"loss_scale": self._scale(), "deepspeed_reduce": deepspeed_reduce}
         if self._verify is not None:
-            ours = functools.partial(self._verify.reduce, names, **how)
-            if check_identity(names, tensors, ours, deepspeed_reduce, group):
+            ours = self._verify.choose_reduction(names, self._scale())
+            if ours is None or check_identity(names, tensors, ours, deepspeed_reduce, group):
                 self._verify = None
-        return self._exchange.reduce(names, tensors, **how)
+        reduce = self._exchange.choose_reduction(names, self._scale())
+        return (reduce or deepspeed_reduce)(tensors)
 
     def drop_step(self) -> None:
         """Drop the step under way: gradients of all its micro-steps, and their residuals."""

@@ -48,20 +48,19 @@ def test_the_shorter_step_is_chosen_by_all_ranks(
     with running("llama", section, bucket=10**9, **options) as engine:
         gradients = ds_ckpt.session_of(engine).exchange
         step, tuner = gradients.step, gradients.step.tuner
-        reduce, by_deepspeed = step.reduce, []
+        choose, by_deepspeed = step.choose_reduction, []
 
-        def counted(*args: Any, deepspeed_reduce: Any, **kwargs: Any) -> Any:
-            def reduced(tensors: Any) -> Any:
-                by_deepspeed.append(tensors)
-                return deepspeed_reduce(tensors)
-
-            return reduce(*args, deepspeed_reduce=reduced, **kwargs)
+        def counted(*args: Any) -> Any:
+            reduce = choose(*args)
+            if reduce is None:
+                by_deepspeed.append(args)
+            return reduce
 
         def seconds() -> float:
             is_slow = (tuner.current == "compressed") == (slow == "ours")
             return 3.0 if is_slow and dist.get_rank() == dist.get_world_size() - 1 else 1.0
 
-        step.reduce = counted
+        step.choose_reduction = counted
         models.set_clock(tuner, seconds)
         models.train(engine, "llama", CYCLE)
         assert len(by_deepspeed) == (COUNTED_STEPS if other == "deepspeed" else 0)

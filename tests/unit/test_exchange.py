@@ -383,7 +383,7 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
 
     def run() -> list[Tensor]:
         copies = [g.clone() for g in gradients]
-        return schedule.reduce(NAMES, copies, loss_scale=1.0, deepspeed_reduce=deepspeed)
+        return (schedule.choose_reduction(NAMES, loss_scale=1.0) or deepspeed)(copies)
 
     step = 0
     assert run() == ["deepspeed"]  # the warm-up exchanges every micro-step, as DeepSpeed does
@@ -408,7 +408,7 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
 
     def micro_step() -> None:
         gradients = [g.clone() for g in _gradients(1, 0)[0]]
-        schedule.reduce(NAMES, gradients, loss_scale=1.0, deepspeed_reduce=lambda tensors: tensors)
+        schedule.choose_reduction(NAMES, loss_scale=1.0)(gradients)
 
     at_boundary = False
     micro_step()

@@ -102,9 +102,7 @@ def train(
         machine.now_s += COMPUTE_S
         for name in buckets:
             machine.last[name] = "deepspeed"
-            state.reduce(
-                [name], [torch.zeros(1)], loss_scale=1.0, deepspeed_reduce=machine.deepspeed
-            )
+            (state.choose_reduction([name], 1.0) or machine.deepspeed)([torch.zeros(1)])
         modes.append(machine.modes[-1])
         (state.rollback if skipped else state.commit)()
         state.rollback()  # DeepSpeed drops gradients after every step, too

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,12 +117,9 @@ class VirtualWorkers:
         self.at_boundary = at_boundary
 
         def work(rank: int) -> list[Tensor]:
-            def reduce_dense(bucket: list[Tensor]) -> list[Tensor]:
-                return self._dense[rank].average(self._bucket, bucket)
-
-            return self.states[rank].reduce(
-                self._bucket, list(gradients[rank]), loss_scale=1.0, deepspeed_reduce=reduce_dense
-            )
+            reduce = self.states[rank].choose_reduction(self._bucket, loss_scale=1.0)
+            reduce = reduce or partial(self._dense[rank].average, self._bucket)
+            return reduce(list(gradients[rank]))
 
         return [torch.cat(shards) for shards in zip(*self._virtual.run(work), strict=True)]
 

@@ -1,0 +1,105 @@
+"""The files that a bucket's gradients pass between DeepSpeed's call and the wire."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import ds_ckpt
+from ds_ckpt.engine.step import make_step_state
+from ds_ckpt.exchange.hierarchy import InHostSum
+from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
+from ds_ckpt.lab.validate.virtual import VirtualTransport, VirtualWorld
+from ds_ckpt.telemetry import Counters
+from ds_ckpt.zero3.gradient_hook import GradientHook
+
+ROOT = str(Path(ds_ckpt.__file__).parent) + "/"
+
+
+class Way:
+    """Notes, up to the wire, the files of functions that hand tensors on or make new ones.
+
+    Functions that return views (of packets, of shards) address a tensor, which stays where it is.
+    """
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self._open: list[tuple[str, set[int]]] = []
+        self._since_wire: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, value: Any) -> None:
+        file = frame.f_code.co_filename.removeprefix(ROOT)
+        if file.startswith(("/", "<")) or event not in ("call", "return"):
+            return
+        if file.startswith("lab/"):  # ranks are threads here
+            file = "exchange/transport.py"
+        if event == "call":
+            self._open.append((file, storages([*frame.f_locals.values()])))
+            if frame.f_code in WIRE:
+                self.files |= self._since_wire | {file for file, taken in self._open if taken}
+                self._since_wire.clear()
+            return
+        _, taken = self._open.pop()
+        if taken and storages(value) - taken:
+            self._since_wire.add(file)
+
+
+def storages(values: Any) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tree_leaves(values) if isinstance(t, Tensor)}
+
+
+WIRE = (VirtualTransport.all_to_all.__code__, VirtualTransport.all_reduce.__code__)
+ALWAYS = {"zero3/gradient_hook.py", "exchange/exchange.py", "exchange/transport.py"}
+FEEDBACK, LEVELS = "compression/error_feedback.py", "exchange/hierarchy.py"
+POWERSGD = {"exchange/low_rank.py", "compression/powersgd.py"}
+
+
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "values", "files"),
+    [
+        ("quantize", {"bits": 3}, {"compression/quantize.py"}),
+        ("topk", {"density": 0.01}, {"compression/topk.py"}),
+        ("powersgd", {"rank": 2}, POWERSGD),
+    ],
+)
+def test_a_gradient_passes_six_files(
+    method: str, values: dict[str, Any], files: set[str], local: int
+) -> None:
+    world = 2 * local
+    columns = [tuple(range(i, world, local)) for i in range(local)]
+    everyone = VirtualWorld(world)
+    between, inside = [VirtualWorld(2) for _ in columns], [VirtualWorld(local) for _ in range(2)]
+    settings = ExchangeSettings(MethodSettings(method, **values), warmup_steps=0)
+    way = Way()
+
+    def work(p: int) -> None:
+        place, host = p % local, p // local
+        in_host = InHostSum(inside[host].transports[place], columns) if local > 1 else None
+        state = make_step_state(
+            settings,
+            between[place].transports[host],
+            everyone.transports[p],
+            settings.residuals(p, holds=False),
+            current_step=lambda: 1,
+            in_host=in_host,
+        )
+        hook: Any = GradientHook.__new__(GradientHook)
+        vars(hook).update(_optimizer=SimpleNamespace(loss_scale=1.0), _names={0: "w"}, _verify=None)
+        vars(hook).update(_exchange=state, _counters=Counters())
+        sys.setprofile(way if p == 0 else None)
+        try:
+            hook.reduce_bucket([SimpleNamespace(ds_id=0)], [torch.ones(64, 64)], None, None)
+        finally:
+            sys.setprofile(None)
+
+    everyone.run(work)
+    assert way.files == ALWAYS | {FEEDBACK} | files | ({LEVELS} if local > 1 else set())
+    assert len(way.files) <= 6 + (method == "powersgd" and local > 1)
