@@ -318,6 +318,8 @@ def patch_verdict(
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
         return around(decide)
 
+    if name == names[1]:  # DeepSpeed resets it for fp16 alone, and would skip on after detach
+        patches.set(optimizer, "overflow", optimizer.overflow)
     patches.set(optimizer, name, check_and_decide)
 
 

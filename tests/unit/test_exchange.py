@@ -408,7 +408,8 @@ def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing
 
     def micro_step() -> None:
         gradients = [g.clone() for g in _gradients(1, 0)[0]]
-        schedule.choose_reduction(NAMES, loss_scale=1.0)(gradients)
+        reduce = schedule.choose_reduction(NAMES, loss_scale=1.0) or list
+        reduce(gradients)
 
     at_boundary = False
     micro_step()
