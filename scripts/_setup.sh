@@ -46,13 +46,16 @@ check_compiler() {
 }
 
 install_project() {
-  # twice quiet: errors, no warnings (of running as root, of a newer pip)
-  local pip=("$venv/bin/python" -m pip -qq --disable-pip-version-check install --no-compile)
-  local constraints=(-c "$root/constraints.txt")
-  printf 'setup: installing torch (a large download the first time) ...\n'
+  # On a terminal pip shows every download with the time left. Else twice quiet: errors, no warnings
+  # (of running as root, of a newer pip).
+  local quiet=(-qq) constraints=(-c "$root/constraints.txt")
+  [ ! -t 1 ] || quiet=()
+  local pip=("$venv/bin/python" -m pip ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check)
+  pip+=(install --no-compile)
+  printf 'setup 1 of 3: installing torch, a download of 200 MB or more ...\n'
   # First, alone: DeepSpeed looks at the installed torch while it is built.
   "${pip[@]}" "${constraints[@]}" torch || fail "installing torch failed, see above."
-  printf 'setup: installing ds_ckpt and what it needs ...\n'
+  printf 'setup 2 of 3: installing ds_ckpt and what it needs, about 100 MB ...\n'
   "${pip[@]}" "${constraints[@]}" -e "$root[hf,mpi,report,dev]" ||
     fail "installing ds_ckpt failed, see above."
   # pip would compile with one core, and the packages' own tests, too: half of its time. What does not
@@ -60,18 +63,31 @@ install_project() {
   "$venv/bin/python" -m compileall -qq -j 0 -x '/tests?/' "$venv/lib" || true
 }
 
+compile_operator() {
+  # Else the first launch does, in silence. It takes about a minute, on two cores.
+  "$venv/bin/python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' \
+    >"$venv/compile.log" 2>&1 &
+  local compiling=$! begun=$SECONDS left
+  while kill -0 "$compiling" 2>/dev/null; do
+    left=$((60 - SECONDS + begun))
+    printf 'setup 3 of 3: compiling an operator of DeepSpeed, about %s s left\n' "$((left > 5 ? left : 5))"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do ! kill -0 "$compiling" 2>/dev/null || sleep 1; done
+  done
+  wait "$compiling" || fail "compiling failed, see $venv/compile.log."
+}
+
 [ -x "$venv/bin/python" ] || make_venv
 "$venv/bin/python" -c 'import pip' 2>/dev/null ||
   fail "$venv is not whole: making it was stopped, or its Python is gone." "Remove it: rm -r $venv"
 check_compiler
 stamp="$venv/.ds_ckpt-installed"
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$(digest)" ]; then
-  install_project
-  digest >"$stamp"
-  printf 'setup: ready\n'
-fi
-
 # DeepSpeed looks for ninja on the PATH. The operator it compiles is kept with the environment:
 # in torch's common folder, environments with other versions of ninja compile it again in turns.
 export PATH="$venv/bin:$PATH"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$(digest)" ]; then
+  install_project
+  DS_ACCELERATOR=cpu compile_operator
+  digest >"$stamp"
+  printf 'setup: ready\n'
+fi

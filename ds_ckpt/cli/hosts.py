@@ -22,7 +22,7 @@ from ds_ckpt.cli.common import (
 )
 
 hosts = typer.Typer(
-    help="Nodes of a hostfile: check them. Emulated nodes: run a command, clean up.",
+    help="Nodes of a hostfile: check them. Emulated nodes: run a command.",
     no_args_is_help=True,
 )
 _CLOCK_S = 5.0
@@ -36,36 +36,26 @@ def run(
     count: _Count = 2,
     slots: Annotated[int, Option(min=1, help="Ranks per node, for the hostfile.")] = 1,
     rate: _Rate = "200mbit",
+    pdsh: Annotated[
+        bool, Option("--pdsh", help="Start ranks over pdsh and sshd, as on real nodes (root).")
+    ] = False,
 ) -> None:
     """Start emulated nodes, run a command on the first one, and stop the nodes.
 
-    `deepspeed` gets the options for all nodes. Other commands find a hostfile in $DS_CKPT_HOSTFILE
-    and settings for pdsh in the environment. Returns the command's exit code.
+    `deepspeed SCRIPT` runs on all nodes. With --pdsh, `deepspeed` gets the options for all nodes,
+    and other commands find a hostfile in $DS_CKPT_HOSTFILE and settings for pdsh in the
+    environment. Returns the command's exit code.
     """
     rate_mbit = parse_rate(rate)
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
     from ds_ckpt.lab.hosts.launcher import run_in_foreground, signals_as_exit
 
     with exit_on_error(), signals_as_exit():
-        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots) as emulated:
+        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, pdsh=pdsh) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
             code = run_in_foreground(emulated.prepare(command, Path.cwd()))
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
-
-
-def down(
-    everything: Annotated[
-        bool, Option("--all", help="Include sets whose owner still runs, and end it.")
-    ] = False,
-) -> None:
-    """Remove what a killed run has left."""
-    from ds_ckpt.lab.hosts.sets import take_down
-
-    downed, left = take_down(living=everything)
-    typer.echo(f"taken down: {', '.join(downed) or 'nothing'}")
-    if left:
-        typer.echo(f"left alone, their owner runs: {', '.join(left)} (--all includes them)")
 
 
 def check(

@@ -27,13 +27,12 @@ EXAMPLES = {
     "doctor": "ds-ckpt doctor",
     "profile": "ds-ckpt profile llama-7b --tokens 4096 --dtype bf16 --world 8 --limit-gib 80",
     "plan": 'ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json',
-    "measure": "sudo ds-ckpt measure -o runs/first --rates 50mbit,1gbit",
+    "measure": "ds-ckpt measure -o runs/first --rates 50mbit,1gbit",
     "report": "ds-ckpt report runs/first",
     "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",
-    "probe": "sudo ds-ckpt probe --rate 200mbit -o links.json",
+    "probe": "ds-ckpt probe --rate 200mbit -o links.json",
     "hosts check": "ds-ckpt hosts check --hostfile hosts",
-    "hosts run": "sudo ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
-    "hosts down": "sudo ds-ckpt hosts down --all",
+    "hosts run": "ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
 }
 """Last line of each command's `--help`."""
 
@@ -68,7 +67,6 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: 
 
 _add(hosts.hosts, "hosts check", hosts.check)
 _add(hosts.hosts, "hosts run", hosts.run, context_settings={"ignore_unknown_options": True})
-_add(hosts.hosts, "hosts down", hosts.down)
 _add(app, "exec", execute, context_settings={"allow_interspersed_args": False})
 _add(app, "validate", validate)
 _add(app, "profile", profile)

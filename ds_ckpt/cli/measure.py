@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,10 +22,15 @@ from ds_ckpt.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEMO: dict[str, Any] = {"methods": "topk", "repetitions": 4}
-"""Options of `measure --demo` that are not on the command line."""
-LIMIT_S = 21600.0
-"""Longest launch, in seconds."""
+DEMO: dict[str, Any] = {
+    "methods": "3bit,topk,powersgd",
+    "weights": "whole",
+    "repetitions": 5,
+    "shape": "hidden_size=192,layers=4,intermediate_size=512,heads=6",
+}
+"""Options of `measure --demo` that are not on the command line; `weights` on several nodes."""
+DEMO_S = 155.0
+"""Time that the demo's repetitions may take, in seconds; with start and report 3 minutes."""
 
 
 def measure(
@@ -33,7 +39,7 @@ def measure(
         Path | None, Option("--output", "-o", help="Folder of the run. [default: runs/TIME]")
     ] = None,
     demo: Annotated[
-        bool, Option("--demo", help="Short run: --methods topk --repetitions 4.")
+        bool, Option("--demo", help="Short run: fewer configurations and trials, a small model.")
     ] = False,
     hostfile: Annotated[
         Path | None, file_option("Hostfile of real nodes: `name slots=N` per line.")
@@ -86,9 +92,9 @@ def measure(
 ) -> None:
     """Measure how much bandwidth compression frees and how much of recomputation it pays for.
 
-    Runs on emulated nodes as root, on real nodes with --hostfile, else on loopback. Writes
-    report.html, report.md and report.json into the folder. The same command continues a stopped
-    run, also with more --repetitions.
+    Runs on emulated nodes, on real nodes with --hostfile, else on loopback. Writes report.html,
+    report.md and report.json into the folder. The same command continues a stopped run, also with
+    more --repetitions.
     """
     from rich.console import Console
 
@@ -104,9 +110,6 @@ def measure(
     output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     preset = {k: v for k, v in DEMO.items() if demo and k not in given}
     with exit_on_error():
-        chosen, sections = arguments.sections_of(
-            activation=policies, compression=preset.get("methods", methods), weights=weights
-        )
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
@@ -128,6 +131,12 @@ def measure(
         else:
             refuse_options(context, ssh, "there is no --hostfile")
             place = EmulatedHosts(hosts, rate_mbit=None, slots=slots, port=port)
+        if hosts > 1:
+            weights = preset.get("weights", weights)
+        methods, shape = preset.get("methods", methods), preset.get("shape", shape)
+        chosen, sections = arguments.sections_of(
+            activation=policies, compression=methods, weights=weights
+        )
         spec = Spec(
             where=where,
             hosts=hosts,
@@ -147,10 +156,13 @@ def measure(
             repetitions=preset.get("repetitions", repetitions),
             steps=steps,
             text=str(text.resolve()) if text else None,
+            warm_up=1 if demo else Spec.warm_up,
+            brief=demo,
         )
         check(spec)
         with signals_as_exit(), place as backend:
-            run(spec, output, backend=backend, console=console, stall_s=stall_s, limit_s=LIMIT_S)
+            budget_s = DEMO_S if demo else math.inf
+            run(spec, output, backend, console=console, stall_s=stall_s, budget_s=budget_s)
         _write_report(output, console)
 
 

@@ -1,1 +1,1 @@
-"""Tests on hosts that are emulated on this machine. They need root."""
+"""Tests on hosts that are emulated on this machine. Those of a launcher need root."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import psutil
 import pytest
 
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, missing, namespace
-from ds_ckpt.lab.hosts.sets import owner_of
 from ds_ckpt.lab.measure.samples import Store, Trial
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
@@ -22,20 +20,19 @@ LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"
 """Bytes that nobody counts, those of headers, are less than a hundredth of its messages."""
 
 
-@pytest.fixture(scope="package", autouse=True)
-def own_folder() -> Iterator[None]:
-    """Records of sets go where nobody else's are: what another run left is not taken down here."""
-    own = tempfile.TemporaryDirectory(prefix="own_")
-    with own as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", folder)  # for what the tests launch
-        patch.setattr(tempfile, "tempdir", folder)
-        yield
-
-
 @pytest.fixture(scope="session")
 def can_emulate() -> None:
     """Skip with the reasons where hosts cannot be emulated; fail with them when CI=true."""
-    reasons = missing()
+    _need(missing())
+
+
+@pytest.fixture(scope="session")
+def can_launch() -> None:
+    """As `can_emulate`, for hosts that pdsh reaches."""
+    _need(missing(pdsh=True))
+
+
+def _need(reasons: list[str]) -> None:
     if reasons and os.environ.get("CI") == "true":
         pytest.fail(f"CI must run the tests on emulated hosts: {'; '.join(reasons)}")
     if reasons:
@@ -49,10 +46,17 @@ def two_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
         yield hosts
 
 
+@pytest.fixture(scope="package")
+def pdsh_hosts(can_launch: None) -> Iterator[EmulatedHosts]:
+    """Two hosts that pdsh reaches, for all tests that leave them as they were."""
+    with EmulatedHosts(2, rate_mbit=200, pdsh=True) as hosts:
+        yield hosts
+
+
 @pytest.fixture
-def own_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
-    """Two hosts for one test, which may break them."""
-    with EmulatedHosts(2, rate_mbit=None) as hosts:
+def own_hosts(can_launch: None) -> Iterator[EmulatedHosts]:
+    """Two hosts that pdsh reaches, for one test, which may break them."""
+    with EmulatedHosts(2, rate_mbit=None, pdsh=True) as hosts:
         yield hosts
 
 
@@ -62,20 +66,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.hosts)
 
 
-def sets_of(pid: int) -> list[Path]:
-    """Return the folders of the sets that a process has made."""
-    folders = Path(tempfile.gettempdir()).glob("ds_ckpt_set_*")
-    return [one for one in folders if (owner := owner_of(one)) and owner.pid == pid]
-
-
 def processes(host: Host) -> list[psutil.Process]:
-    """Return the processes of this node without its sshd; none if the node is gone."""
+    """Return the processes of this node, its first one and sshd aside; none if it is gone."""
     own = namespace(host.pid)
     found: list[psutil.Process] = []
     for process in psutil.process_iter() if own else ():
         with contextlib.suppress(psutil.Error):
+            other = process.pid == host.pid or process.name() == "sshd"
             dead = process.status() == psutil.STATUS_ZOMBIE
-            if not dead and process.name() != "sshd" and namespace(process.pid) == own:
+            if not dead and not other and namespace(process.pid) == own:
                 found.append(process)
     return found
 

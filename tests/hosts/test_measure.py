@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt.lab.measure.findings import byte_notes
+from ds_ckpt.lab.measure.findings import byte_notes, headline
 from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.parts import PARTS
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.worker import build_model
 from ds_ckpt.lab.workload import count_parameters
-from tests.hosts.conftest import COMMAND, FEW, LARGER, far_bytes, sets_of, trials
+from tests.hosts.conftest import COMMAND, FEW, LARGER, far_bytes, trials
 
 SMALL = [*FEW, "--shape=hidden_size=128,layers=2,intermediate_size=344,heads=4"]
 RATES = (200.0,)
@@ -53,6 +53,27 @@ def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.timeout(600)
+def test_the_demo_measures_its_configurations_in_one_start(
+    can_emulate: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    few = ["--tokens=16", "--batch=1", "--steps=1", "--repetitions=1"]
+    small = "--shape=hidden_size=64,layers=1,intermediate_size=128,heads=2"
+    process = start(["--demo", f"--output={tmp_path / 'run'}", *few, small])
+    output = process.communicate(timeout=580)[0]
+    assert process.returncode == 0, output
+    assert output.count("starting the ranks, about") == 1
+    assert Report.of(tmp_path / "run").findings.missing == []
+    assert headline(Report.of(tmp_path / "run").findings) in " ".join(output.split())
+    table = output[output.index("\n configuration ") :].partition("For your DeepSpeed file")[0]
+    lines = [name for line in table.splitlines() if "/" in (name := line.strip().split(" ")[0])]
+    assert lines[:3] == ["none/stock", "none/dense", "block/dense"]
+    assert lines[3:] == [f"block/{name}" for name in ("3bit", "topk", "powersgd", "3bit/whole")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path: Path) -> None:
@@ -60,12 +81,8 @@ def test_a_run_that_was_killed_goes_on_where_it_was(can_emulate: None, tmp_path:
     arguments = [f"--output={folder}", "--rates=200mbit,unlimited", *SMALL]
     process = start(arguments)
     wait_for_trials(folder, process)
-    (hosts,) = sets_of(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    down = subprocess.run([*COMMAND, "hosts", "down"], capture_output=True, text=True, check=True)
-    assert hosts.name in down.stdout
-    assert not hosts.exists()
     Store(folder).truncate_partial()
     before = (folder / "samples.jsonl").read_bytes()
     process = start(arguments)

@@ -59,13 +59,19 @@ def _train(backend: Backend, folder: Path, *launcher: str) -> Trained:
     return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)]
 
 
+def _losses(trained: Trained) -> list[list[Any]]:
+    return [[one["losses"] for one in process.values()] for process in trained]
+
+
 @pytest.mark.timeout(500)
 def test_two_hosts_train_as_one_machine_does_and_send_less(
-    two_hosts: EmulatedHosts, tmp_path: Path
+    pdsh_hosts: EmulatedHosts, two_hosts: EmulatedHosts, tmp_path: Path
 ) -> None:
+    """Over pdsh as without a launcher."""
     alone = _train(Loopback(2), tmp_path / "alone")
-    both = _train(two_hosts, tmp_path / "both")
-    assert not any(processes(host) for host in two_hosts.hosts)
+    both = _train(pdsh_hosts, tmp_path / "both")
+    assert _losses(_train(two_hosts, tmp_path / "direct")) == _losses(both)
+    assert not any(processes(host) for host in (*pdsh_hosts.hosts, *two_hosts.hosts))
     for process, same in zip(both, alone, strict=True):
         baseline, plugin = process["stock"], process["plugin"]
         assert len(baseline["losses"]) == len(plugin["losses"]) == STEPS + 1
@@ -99,17 +105,17 @@ def test_openmpi_starts_the_plugin_on_both_hosts(
 
 @pytest.mark.timeout(400)
 def test_a_hostfile_of_machines(
-    two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pdsh_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hosts are emulated, the way to them is that to real machines; two processes on each."""
     folder = tmp_path / "run"
     options = [f"--output={folder}", "--interface=eth0", *LARGER]
-    options += [f"--hostfile={two_hosts.folder}/hostfile", "--ssh-port=2222"]
+    options += [f"--hostfile={pdsh_hosts.folder}/hostfile", "--ssh-port=2222"]
     options += ["--policies=none", "--methods=", f"--port={MASTER_PORT + 1}"]
     options += ["--baselines=hpz"]
     command = [*COMMAND, "measure", *options]
-    monkeypatch.setattr(two_hosts, "slots", 2)
-    prepared = two_hosts.prepare(command, tmp_path)
+    monkeypatch.setattr(pdsh_hosts, "slots", 2)
+    prepared = pdsh_hosts.prepare(command, tmp_path)
     assert run_in_foreground(prepared) == 0
     found = {trial.configuration: trial for trial in trials(folder)}
     assert set(found) == {"none/stock", "none/dense", "none/no_comm", "none/stock/hpz"}
@@ -123,5 +129,5 @@ def test_a_hostfile_of_machines(
         assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
-    assert not any(processes(host) for host in two_hosts.hosts)
-    assert all(namespace(host.pid) for host in two_hosts.hosts)
+    assert not any(processes(host) for host in pdsh_hosts.hosts)
+    assert all(namespace(host.pid) for host in pdsh_hosts.hosts)

@@ -14,7 +14,7 @@ import pytest
 from deepspeed.launcher.runner import parse_args
 
 from ds_ckpt.errors import ConfigError
-from ds_ckpt.lab.hosts import backends, heartbeat, launcher
+from ds_ckpt.lab.hosts import backends, emulated, heartbeat, launcher
 from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback, Prepared, read_hostfile
 from ds_ckpt.lab.hosts.heartbeat import STALLED, Heartbeat, Listener
 from ds_ckpt.lab.hosts.launcher import HostError, LaunchError, check_hosts, launch, run
@@ -258,6 +258,15 @@ def test_the_users_exports_reach_the_hosts(tmp_path: Path, monkeypatch: pytest.M
     path = backends.exported({"GLOO_SOCKET_IFNAME": "eth1"}, tmp_path / "run")
     found = dict(line.split("=", 1) for line in Path(path).read_text().splitlines())
     assert found == {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "eth1"}
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("true", 0)])
+def test_the_first_rank_that_fails_ends_the_others(script: str, code: int) -> None:
+    ranks = [["sh", "-c", script], ["sh", "-c", "echo $$; exec sleep 600" if code else "true"]]
+    command = [sys.executable, str(emulated._RANKS), json.dumps(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert not done.stdout or not psutil.pid_exists(int(done.stdout))
 
 
 # both ends of a launch: progress, silences, what is left of a killed one

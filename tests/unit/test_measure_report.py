@@ -75,6 +75,24 @@ def test_the_headline_is_the_first_line_everywhere(run_folder: Path, page: str) 
         assert text in result.output, text
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_path: Path) -> None:
+    demo = replace(known.SPEC, rates=(100.0,), methods=("3bit", "topk"), weights=("whole",))
+    folder = write_run(tmp_path / "run", replace(demo, brief=True))
+    result = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    table, _, advice = result.output.partition("For your DeepSpeed file (block/3bit/whole)")
+    assert max(map(len, table.splitlines())) <= 80
+    for row in Report.of(folder).findings.rows:
+        (line,) = (x for x in table.splitlines() if x.split()[:1] == [row.configuration])
+        assert line.split()[1] == f"{row.step_s.value:.3g}"
+    assert json.loads(advice.partition("wrote")[0])["ds_ckpt"] == {
+        "activation": {"policy": "block"},
+        "compression": {"method": "quantize", "quantize": {"bits": 3}},
+        "weights": {"resident": True},
+    }
+
+
 @pytest.mark.slow
 def test_sentence_table_and_chart_are_on_the_first_screen(tmp_path: Path) -> None:
     """Of a browser with 1280 x 800 pixels, without scrolling."""

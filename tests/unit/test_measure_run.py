@@ -1,6 +1,7 @@
 """A run of `ds-ckpt measure`: progress, log, continuation, refused options, the demo's preset."""
 
 import json
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -88,15 +89,19 @@ def test_a_complete_run_needs_no_launch() -> None:
 
 
 def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    show = trials._printer(Console(width=100))
-    for done in range(1, 41):
-        show({"words": f"{done} of 40 trials", "done": done, "total": 40})
+    """With the time left, from before the first one on."""
+    show = trials._printer(Console(width=100), 40)
+    for done in range(41):
+        show({"words": f"{done} of 40 steps", "done": done, "total": 40})
         show({})
     show({"words": "done"})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:2] == ["1 of 40 trials", "4 of 40 trials"]
+    assert lines[:2] == ["starting the ranks, about 60 s left", "0 of 40 steps, about 40 s left"]
+    assert lines[2].startswith("4 of 40 steps")
     assert lines[-1] == "done"
-    assert len(lines) == 12
+    assert len(lines) == 13
+    trials._printer(Console(width=100), 40, until=time.time() + 0.5)
+    assert capsys.readouterr().out == "  starting the ranks, about 0 s left\n"
 
 
 @pytest.mark.parametrize("on_hosts", [True, False])
@@ -108,16 +113,22 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
     monkeypatch.setattr(trials, "measure", measured)
-    monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no root"])
+    monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no namespaces"])
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)
-    CliRunner().invoke(app, ["measure", "--demo", "--baselines=zero1"])
+    result = CliRunner().invoke(app, ["measure", "--demo"])
     (spec,) = specs
+    assert result.output.startswith("No emulated nodes: no namespaces.") == (not on_hosts)
+    names = ["none/stock", "none/dense", *(f"block/{m}" for m in ("dense", *spec.methods))]
+    assert [one.name for one in spec.configurations] == names + ["block/3bit/whole"] * on_hosts
+    assert spec.compared[0].method == "3bit"
     assert (spec.where, spec.processes) == ("emulated" if on_hosts else "loopback", 2)
-    assert (spec.methods, spec.repetitions) == (("topk",), 4)
-    assert spec.baselines == ("zero1",)
+    CliRunner().invoke(app, ["measure", "--demo", "--baselines=zero1", "--methods=4bit"])
+    assert specs[1].methods == ("4bit",)
+    assert "none/stock/zero1" in [one.name for one in specs[1].configurations]
     CliRunner().invoke(app, ["measure"])
-    assert specs[1].methods == Spec().methods == ("topk", "powersgd", "3bit")
+    assert specs[2].methods == Spec().methods == ("topk", "powersgd", "3bit")
+    assert not specs[2].brief
 
 
 # settings of a run and its records

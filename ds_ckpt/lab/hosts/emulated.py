@@ -1,10 +1,13 @@
 """Hosts emulated on this machine: own network, process and name space each, links with a set rate.
 
-Every host has its own sshd, so `deepspeed --hostfile` reaches it over pdsh like a real one. The
-namespaces have no names in the system: they exist as long as a host's first process, with which the
-kernel kills the host's processes and removes its links and queues. The first processes die with the
-Python thread that made them, however that ends. So no process is left over, and several sets of
-hosts do not clash. A killed maker leaves its folder; `sets` finds and removes it.
+No root is needed: for other users all namespaces belong to a user namespace. Ranks are started in
+the namespaces directly. With `pdsh`, which needs root, every host has its own sshd, so that
+`deepspeed --hostfile` reaches it like a real one.
+
+The namespaces have no names in the system: they exist as long as a host's first process, with which
+the kernel kills the host's processes and removes its links and queues. The first processes die with
+the Python thread that made them, however that ends. So no process is left over, and several sets of
+hosts do not clash. A killed maker leaves its temporary folder.
 
 Bandwidth alone is shaped, not delay. Hosts are down after a launch that had to be killed.
 """
@@ -13,12 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-from ds_ckpt.errors import Problem
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 from ds_ckpt.lab.hosts.backends import (
     INTERFACE,
     MASTER_PORT,
@@ -38,11 +44,13 @@ from ds_ckpt.lab.hosts.backends import (
     with_launcher_args,
     without_outer_launch,
 )
-from ds_ckpt.lab.hosts.sets import HostsError, new_set
 
 SSH_PORT = 2222
-_TOOLS = ("ip", "tc", "pdsh", "ssh", "ssh-keygen", "sshd", "nsenter", "unshare")
-_PACKAGES = "iproute2 pdsh openssh-client openssh-server util-linux"
+_TOOLS = ("nsenter", "unshare")
+_PDSH_TOOLS = ("ip", "tc", "pdsh", "ssh", "ssh-keygen", "sshd")
+_PACKAGES = "util-linux iproute2 pdsh openssh-client openssh-server"
+_REMEDY = "docs/troubleshooting.md lists the settings that allow them"
+_IPROUTE, _RANKS = (Path(__file__).with_name(name) for name in ("iproute.py", "ranks.py"))
 _SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
 # for `unshare`: own namespaces of each host; it dies with its maker
 _SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
@@ -50,36 +58,47 @@ _PR_SET_PDEATHSIG = 1
 _CALL_S, _UP_S = 30.0, 15.0
 _SEGMENT_BYTES = 72_000
 """The kernel's largest segment, with headers."""
-# $1 folder, $2 name, $3 sshd. /run is the host's own because sshd insists on /run/sshd, /dev/shm
-# because hosts share no memory and DeepSpeed leaves segments there. Some machines lock
-# root's password, which makes an sshd without PAM refuse root's key too.
+# $1 folder, $2 name, $3 Python. /dev/shm is the host's own because hosts share no memory and
+# DeepSpeed leaves segments there. A container may keep its sysfs.
 _FIRST_PROCESS = """
 set -e
-mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /dev/shm
-mkdir -m 755 /run/sshd
 mount --bind "$1/hosts" /etc/hosts
+mount -t sysfs sysfs /sys 2>/dev/null || true
+"$3" -ISc 'import socket, sys; socket.sethostname(sys.argv[1])' "$2"
+: >"$1/$2.up"
+"""
+# $4 sshd, which insists on /run/sshd. Some machines lock root's password, which makes an sshd
+# without PAM refuse root's key too.
+_SSHD = """
+mount -t tmpfs tmpfs /run
+mkdir -m 755 /run/sshd
 mount --bind "$1/shadow" /etc/shadow
 [ ! -e /etc/ssh/ssh_config ] || mount --bind "$1/ssh_config" /etc/ssh/ssh_config
-mount -t sysfs sysfs /sys
-hostname "$2"
-ip link set lo up
 until ip -4 address show dev eth0 2>/dev/null | grep -q inet; do sleep 0.05; done
-exec "$3" -D -e -f "$1/$2.sshd"
+exec "$4" -D -e -f "$1/$2.sshd"
 """
 
 
-def missing() -> list[str]:
-    """Return why nodes cannot be emulated here; empty if they can."""
+class HostsError(DsCkptError, RuntimeError):
+    """Hosts cannot be emulated here, or one of them did not come up or go down."""
+
+    headline = "the emulated nodes"
+
+
+def missing(*, pdsh: bool = False) -> list[str]:
+    """Return why nodes, or nodes that pdsh reaches, cannot be emulated here; empty if they can."""
     if sys.platform != "linux":
         return ["network namespaces need Linux"]
-    reasons = [] if os.geteuid() == 0 else ["network namespaces need root"]
-    if absent := [name for name in _TOOLS if tool(name) is None]:
+    reasons = ["sshd needs root"] if pdsh and os.geteuid() != 0 else []
+    if absent := [name for name in (*_TOOLS, *_PDSH_TOOLS * pdsh) if tool(name) is None]:
         reasons.append(f"not found: {', '.join(absent)} (Debian packages: {_PACKAGES})")
+    elif not _has_iproute() and importlib.util.find_spec("pyroute2") is None:
+        reasons.append("not found: ip, tc (Debian package: iproute2) or pyroute2 (extra: hosts)")
     if not reasons:  # root in a container may lack the right
-        tried = _run(["unshare", *_SPACES, "true"])
+        tried = _run([*_unshare(), "true"])
         if tried.returncode:
-            reasons.append(f"the kernel refuses new namespaces: {tried.stderr.strip()}")
+            reasons.append(f"the kernel refuses namespaces: {tried.stderr.strip()}; {_REMEDY}")
     return reasons
 
 
@@ -98,8 +117,9 @@ class Host:
 
     def command(self, argv: Sequence[str], *, folder: Path | None = None) -> list[str]:
         """Return the outside command that runs `argv` in this host, in `folder` or the current."""
-        spaces = ["--net", "--mount", "--pid", "--uts", f"--wdns={folder or Path.cwd()}"]
-        return ["nsenter", f"--target={self.pid}", *spaces, "--", *argv]
+        inside = _enter(self.pid, "--net", "--mount", "--pid", "--uts")
+        # nsenter has no --wdns before util-linux 2.38
+        return [*inside, "sh", "-c", 'cd "$0" && exec "$@"', str(folder or Path.cwd()), *argv]
 
 
 def namespace(pid: int) -> str | None:
@@ -114,7 +134,8 @@ def namespace(pid: int) -> str | None:
 class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
-    Rates are in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited.
+    Rates are in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited. With
+    `pdsh` a leading `deepspeed` starts its ranks over pdsh instead of directly.
     Entering raises HostsError if `missing()` has reasons or a host does not come up.
     """
 
@@ -125,8 +146,9 @@ class EmulatedHosts(Backend):
         rate_mbit: float | None = 200.0,
         slots: int = 1,
         port: int = MASTER_PORT,
+        pdsh: bool = False,
     ) -> None:
-        self.names = tuple(f"host{i}" for i in range(count))
+        self.names, self.pdsh = tuple(f"host{i}" for i in range(count)), pdsh
         self.rate_mbit, self.slots, self.port = rate_mbit, slots, port
         self.hosts: tuple[Host, ...] = ()
         self.folder = Path()
@@ -134,9 +156,9 @@ class EmulatedHosts(Backend):
         self._pids: list[int] = []
 
     def __enter__(self) -> EmulatedHosts:
-        if reasons := missing():
-            why = "each node is a network, process and mount namespace with an sshd"
-            remedy = "run as root with these tools, or use a hostfile or loopback"
+        if reasons := missing(pdsh=self.pdsh):
+            why = "each node is a network, process and mount namespace" + ", with sshd" * self.pdsh
+            remedy = "change that, or use a hostfile or loopback"
             problem = Problem("this machine", "; ".join(reasons), why, remedy)
             raise HostsError(problem, headline="nodes cannot be emulated here")
         try:
@@ -160,7 +182,7 @@ class EmulatedHosts(Backend):
             _collect_adopted(spaces)
             if time.monotonic() > limit:
                 found = f"processes that outlive their nodes by {_UP_S:.0f} s"
-                remedy = "end what blocks them, then run `ds-ckpt hosts down`"
+                remedy = "end what blocks them"
                 raise HostsError(Problem(str(self.folder), found, "they were killed", remedy))
             time.sleep(0.02)
         for process in self._first:
@@ -180,7 +202,10 @@ class EmulatedHosts(Backend):
         return self.folder / "hostfile"
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a quick command over ssh from the first host."""
+        """Run a quick command in a host, with `pdsh` over ssh from the first one."""
+        if not self.pdsh:
+            here = self.hosts[self.names.index(host)]
+            return run_quick(here.command(argv, folder=Path("/")))
         ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host, shlex.join(argv)]
         return run_quick(self.hosts[0].command(ssh, folder=Path("/")))
 
@@ -194,8 +219,10 @@ class EmulatedHosts(Backend):
 
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         """Prepare `argv` to run in the first host; a leading `deepspeed` gets options for all."""
-        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         everywhere = environment(INTERFACE)
+        if not self.pdsh:
+            return Prepared(self._direct(argv, folder), without_outer_launch() | everywhere)
+        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
         where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
         where += [f"--master_port={self.port}", "--no_ssh_check", f"--ssh_port={SSH_PORT}"]
         reach = {
@@ -208,6 +235,28 @@ class EmulatedHosts(Backend):
         inside = self.hosts[0].command(with_launcher_args(argv, where), folder=folder)
         return Prepared(inside, without_outer_launch() | everywhere | reach)
 
+    def _direct(self, argv: Sequence[str], folder: Path) -> list[str]:
+        """Return the command that starts every rank as DeepSpeed's launcher does on each host."""
+        if Path(argv[0]).name != "deepspeed":
+            return self.hosts[0].command(argv, folder=folder)
+        is_module = argv[1:2] == ["--module"]
+        script = list(argv[1 + is_module :])
+        if not script or script[0].startswith("-"):
+            why = "ranks are started without DeepSpeed's launcher, which has this option"
+            remedy = "write `deepspeed SCRIPT` or `deepspeed --module MODULE`, or add --pdsh"
+            raise ConfigError(Problem("deepspeed", " ".join(script[:1]), why, remedy))
+        world = {"WORLD_SIZE": len(self.hosts) * self.slots, "LOCAL_SIZE": self.slots}
+        master = {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": self.port}
+        python = [sys.executable, "-u", *["-m"] * is_module, script[0]]
+        ranks = []
+        for node, host in enumerate(self.hosts):
+            for local in range(self.slots):
+                own = {**world, **master, "RANK": node * self.slots + local, "LOCAL_RANK": local}
+                variables = [f"{name}={value}" for name, value in own.items()]
+                program = [*python, f"--local_rank={local}", *script[1:]]
+                ranks.append(host.command(["env", *variables, *program], folder=folder))
+        return [sys.executable, str(_RANKS), json.dumps(ranks)]
+
     def describe(self) -> str:
         """Describe the emulation."""
         return (
@@ -219,45 +268,50 @@ class EmulatedHosts(Backend):
         """Change the rate of every link at once."""
         self.rate_mbit = rate_mbit
         for i, pid in enumerate(self._pids[1:]):
-            self._shape(_in_network(self._pids[0]), f"port{i}")
-            self._shape(_in_network(pid), INTERFACE)
+            self._shape(self._pids[0], f"port{i}")
+            self._shape(pid, INTERFACE)
 
     def _up(self) -> None:
-        self.folder = new_set()
+        self.folder = Path(tempfile.mkdtemp(prefix="ds_ckpt_hosts_"))
         addresses = [f"10.77.0.{i + 1}" for i in range(len(self.names))]
-        _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
-        self._start(["sleep", "infinity"])  # the switch
+        names = "".join(f"{a} {name}\n" for a, name in zip(addresses, self.names, strict=True))
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        if self.pdsh:
+            _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
+        self._start([*_unshare(), "sleep", "infinity"])  # the switch
+        switch = _child_of(self._first[0])
+        self._pids.append(switch)
+        script = _FIRST_PROCESS + (_SSHD if self.pdsh else "exec sleep infinity")
         for name in self.names:
-            first = ["sh", "-c", _FIRST_PROCESS, "sh", str(self.folder), name, str(tool("sshd"))]
-            self._start(first, log=self.folder / f"{name}.log")
-        self._pids += map(_child_of, self._first)
-        inside = _in_network(self._pids[0])
-        _call([*inside, "ip", "link", "add", "switch", "type", "bridge"])
-        _call([*inside, "ip", "link", "set", "switch", "up"])
+            first = ["sh", "-c", script, "sh", str(self.folder), name, sys.executable]
+            log = self.folder / f"{name}.log"
+            self._start([*_enter(switch), "unshare", *_SPACES, *first, str(tool("sshd"))], log)
+        self._pids += map(_child_of, self._first[1:])
+        _ip(switch, "link add switch type bridge")
+        _ip(switch, "link set switch up")
         self.hosts = tuple(map(Host, self.names, addresses, self._pids[1:]))
         for i, host in enumerate(self.hosts):
-            own, peer = _in_network(host.pid), ["peer", "name", INTERFACE, "netns", str(host.pid)]
-            _call([*inside, "ip", "link", "add", f"port{i}", "type", "veth", *peer])
-            _call([*inside, "ip", "link", "set", f"port{i}", "master", "switch", "up"])
-            _call([*own, "ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
-            _call([*own, "ip", "link", "set", INTERFACE, "up"])
+            _ip(switch, f"link add port{i} type veth peer name {INTERFACE} netns {host.pid}")
+            _ip(switch, f"link set port{i} master switch up")
+            _ip(host.pid, "link set lo up")
+            _ip(host.pid, f"address add {host.address}/24 dev {INTERFACE}")
+            _ip(host.pid, f"link set {INTERFACE} up")
         self.set_rate(self.rate_mbit)
         for host in self.hosts:
-            self._wait_for_ssh(host)
+            self._wait_for(host)
 
-    def _shape(self, where: list[str], device: str) -> None:
-        queue = ["noqueue"]
+    def _shape(self, pid: int, device: str) -> None:
+        queue = "noqueue"
         if self.rate_mbit is not None:
             # burst of an idle link: a segment of 64 KiB, or 1 ms of its rate
             burst_bytes = round(max(_SEGMENT_BYTES, self.rate_mbit * 1e6 / 8 * 1e-3))
-            queue = ["tbf", "rate", f"{self.rate_mbit}mbit", "burst", f"{burst_bytes}b"]
-            queue += ["latency", "100ms"]
-        _call([*where, "tc", "qdisc", "replace", "dev", device, "root", *queue])
+            queue = f"tbf rate {self.rate_mbit}mbit burst {burst_bytes} latency 100ms"
+        _ip(pid, f"qdisc replace dev {device} root {queue}", tool="tc")
 
-    def _start(self, argv: list[str], log: Path | None = None) -> None:
-        with (log or Path(os.devnull)).open("wb") as sink:
+    def _start(self, argv: list[str], log: Path = Path(os.devnull)) -> None:
+        with log.open("wb") as sink:
             process = subprocess.Popen(
-                ["unshare", *_SPACES, *argv],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -267,28 +321,29 @@ class EmulatedHosts(Backend):
             )
         self._first.append(process)
 
-    def _wait_for_ssh(self, host: Host) -> None:
-        ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
+    def _wait_for(self, host: Host) -> None:
+        up = ["test", "-e", f"{self.folder}/{host.name}.up"]
+        if self.pdsh:
+            ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
+            up = self.hosts[0].command(ssh)
         limit = time.monotonic() + _UP_S
-        while (result := _run(self.hosts[0].command(ssh))).returncode:
+        while (result := _run(up)).returncode:
             if time.monotonic() > limit:
                 log = (self.folder / f"{host.name}.log").read_text().strip()
-                found = f"no answer to ssh in {_UP_S:.0f} s: {result.stderr.strip()}"
-                why = f"its sshd printed: {log}"
-                raise HostsError(Problem(host.name, found, why, "fix what sshd reports"))
-            time.sleep(0.1)
+                found = f"not up after {_UP_S:.0f} s: {result.stderr.strip()}"
+                why = f"its first process printed: {log}"
+                raise HostsError(Problem(host.name, found, why, "fix what that reports"))
+            time.sleep(0.05)
 
 
 def _write_ssh_files(folder: Path, addresses: dict[str, str]) -> None:
-    """Write `ssh_config`, each host's `NAME.sshd`, keys, and files mounted over /etc."""
+    """Write `ssh_config`, each host's `NAME.sshd`, keys, and a file mounted over /etc/shadow."""
     for key in ("host_key", "user_key"):
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ds_ckpt"]
         _call([*keygen, "-f", str(folder / key)])
     host_key = (folder / "host_key.pub").read_text()
     reached = [f"[{name}]:{SSH_PORT}" for name in (*addresses, *addresses.values())]
     (folder / "known_hosts").write_text("".join(f"{r} {host_key}" for r in reached))
-    names = "".join(f"{address} {name}\n" for name, address in addresses.items())
-    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     (folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")
     (folder / "shadow").chmod(0o600)
     (folder / "ssh_config").write_text(
@@ -327,8 +382,24 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _in_network(pid: int) -> list[str]:
-    return ["nsenter", f"--target={pid}", "--net", "--"]
+def _unshare() -> list[str]:
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *user, *_SPACES]
+
+
+def _enter(pid: int, *spaces: str) -> list[str]:
+    user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+    return ["nsenter", f"--target={pid}", *user, *spaces, "--"]
+
+
+def _has_iproute() -> bool:
+    return tool("ip") is not None and tool("tc") is not None
+
+
+def _ip(pid: int, arguments: str, *, tool: str = "ip") -> None:
+    """Run `ip` or `tc` in a network, or what stands for them without iproute2."""
+    other = [] if _has_iproute() else [sys.executable, str(_IPROUTE)]
+    _call([*_enter(pid, "--net"), *other, tool, *arguments.split()])
 
 
 def _child_of(process: subprocess.Popen[bytes]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +16,11 @@ from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Figure, Row
 from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, byte_notes, find, headline
 from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import SPEC, Spec, link, title
+from ds_ckpt.lab.measure.spec import DENSE, SPEC, Configuration, Spec, link, title
 from ds_ckpt.lab.measure.trials import read_runs
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
 from ds_ckpt.lab.report.document import (
+    Code,
     Document,
     Heading,
     Paragraph,
@@ -32,7 +34,6 @@ from ds_ckpt.telemetry.units import MB, number
 FORMAT = "ds_ckpt measure 4"
 MAX_SHARE = 2.0
 """Largest share in the chart; larger ones are drawn at this value."""
-_TERMINAL = ("step_s", "link_bytes", "peak_bytes", "stored_weight_bytes")
 _PARTS = (
     "compute_s",
     "recompute_s",
@@ -83,11 +84,34 @@ class Report:
         return [*self.document().write(path), data]  # last: the page may lack its packages
 
     def print(self, console: Console) -> None:
-        """Print the headline, its table and the table of steps at the first rate."""
-        columns = [one for one in MEASURED if one.name in _TERMINAL]
-        steps = self._table(self.findings.rates[0], columns)
-        sections = [ReportSection("", [*self._shares(), steps])]
+        """Print the headline, the configurations at the first rate, and the JSON to use."""
+        first = [c for c in self.findings.comparisons if c.rate_mbit == self.findings.rates[0]]
+        share = {f"{c.policy}/{c.method}": share_text(c) for c in first}
+        rows = []
+        for row in self.findings.at(self.findings.rates[0]):
+            half_s = (row.step_s.high - row.step_s.low) / 2
+            step = number(row.step_s.value) + f" ± {number(half_s)}" * (half_s > 0)
+            sizes = (row.link_bytes.value, row.stored_weight_bytes, row.peak_bytes or math.nan)
+            paid = share.get(row.configuration, "-").replace("none shown", "none")
+            rows.append([row.configuration, step, *(number(n / MB) for n in sizes), paid])
+        heads = ["configuration", "step, s", "link, MB", "weights, MB", "peak, MB", "pays for"]
+        several = self._shares() if len(self.findings.rates) > 1 else []
+        steps = ReportSection("", [*several, Table(heads, rows)])
+        sections = [steps, *map(self._advice, first[:1])]
         Document(headline(self.findings), self._notes(), sections).print(console)
+
+    def _advice(self, first: ComparisonRow) -> ReportSection:
+        """Return the JSON of the fastest configuration with the headline's method, or `dense`."""
+        methods, rows = (DENSE, first.method.partition("/")[0]), self.findings.at(first.rate_mbit)
+        names = [(row.step_s.value, Configuration.of(row.configuration)) for row in rows]
+        alike = [c for c in names if c[1].policy == first.policy and c[1].method in methods]
+        best = min(alike)[1]
+        values = {"activation": best.policy, "compression": best.method, "weights": best.weights}
+        section = {axis: self.spec.section(axis, value) for axis, value in values.items()}
+        section["weights"] = {"resident": True} if section["weights"] else {}
+        content = {"ds_ckpt": {axis: value for axis, value in section.items() if value}}
+        code = Code(json.dumps(content, indent=2).splitlines())
+        return ReportSection(f"For your DeepSpeed file ({best.name})", [code])
 
     def json(self) -> dict[str, Any]:
         """Return everything; a value that does not exist is NaN, null in the file."""
@@ -115,7 +139,7 @@ class Report:
 
     def _notes(self) -> list[str]:
         missing = self.findings.missing
-        again = f"INCOMPLETE: {'; '.join(missing)}. Repeat the command to continue."
+        again = f"INCOMPLETE: {'; '.join(missing)}. To continue, repeat the command with --output."
         return [again] * bool(missing) + byte_notes(self.findings)
 
     def _shares(self) -> list[ReportBlock]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +91,7 @@ class Spec:
     Placements of weights and DeepSpeed baselines are measured beside `stock`. `sections` are from
     users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`. Rates are in Mbit/s;
     None is not limited. `drop` steps of a trial are not timed. `shape` is the built-in Llama's.
+    `brief` leaves out what the headline does not need: see `_is_brief`.
     """
 
     where: Where = "emulated"
@@ -114,6 +115,7 @@ class Spec:
     shape: dict[str, int] = field(default_factory=dict)
     text: str | None = None
     model: str | None = None
+    brief: bool = False
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -122,7 +124,24 @@ class Spec:
         weights = dict.fromkeys((STOCK, *self.weights))
         exchanges = [(method, where) for where in weights for method in methods]
         exchanges += [(STOCK, baseline) for baseline in self.baselines]
-        return [Configuration(policy, *one) for policy in self.policies for one in exchanges]
+        found = [Configuration(policy, *one) for policy in self.policies for one in exchanges]
+        return [one for one in found if not self.brief or self._is_brief(one)]
+
+    def _is_brief(self, one: Configuration) -> bool:
+        """Return whether a brief run measures a configuration.
+
+        Without checkpointing that is `stock` and `dense`, with it `dense`, the methods, and
+        resident weights beside the first method.
+        """
+        if one.weights in BASELINES:
+            return True
+        if one.policy == "none":
+            return one.exchange in (STOCK, DENSE)
+        return one.method in (*self.methods[:1], *(DENSE, *self.methods) * (one.weights == STOCK))
+
+    def steps_in(self, trials: Sequence[object]) -> int:
+        """Return the number of steps of a launch: warm-up and trials."""
+        return self.warm_up * len(self.configurations) + len(trials) * (self.drop + self.steps)
 
     @property
     def compared(self) -> list[Configuration]:

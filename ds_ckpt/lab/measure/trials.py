@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -28,37 +29,38 @@ from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import SPEC, Spec
 
 RUNS = "runs.jsonl"
+_START_S, _STEP_S = 20.0, 1.0
+"""First guess of the time of a launch, and of a step."""
 
 
 def measure(
     spec: Spec,
     path: Path,
-    *,
     backend: Backend,
+    *,
     console: Console,
     stall_s: float = 180.0,
-    limit_s: float = 6 * 3600.0,
+    budget_s: float = math.inf,
 ) -> None:
-    """Measure what `path` does not have.
+    """Measure what `path` does not have; two repetitions or more, as `budget_s` allows.
 
     Raises ConfigError if `path` holds a run of another `spec`, machine or version.
     """
+    until = time.time() + budget_s
     folder = path.absolute()  # the launched processes work in it
     _prepare(spec, folder, backend, console)
     console.print(f"{backend.describe()}.", highlight=False)
     with signals_as_exit():
         check_hosts(backend)
-        ends_s = time.monotonic() + limit_s
         for job in jobs(spec, {sample.key for sample in Store(folder).read()}):
             backend.set_rate(job["rate"])
             launch(
                 backend,
                 "ds_ckpt.lab.measure.worker",
-                {"spec": asdict(spec), **job},
+                {"spec": asdict(spec), **job, "until": until},
                 folder,
                 stall_s=stall_s,
-                limit_s=ends_s - time.monotonic(),
-                on_event=_printer(console),
+                on_event=_printer(console, spec.steps_in(job["trials"]), until),
             )
 
 
@@ -86,18 +88,27 @@ def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
     return found
 
 
-def _printer(console: Console) -> Callable[[dict[str, Any]], None]:
-    """Return a callback that prints an event per tenth of the work."""
-    printed: tuple[str, int] = ("", 0)
+def _printer(
+    console: Console, steps: int, until: float = math.inf
+) -> Callable[[dict[str, Any]], None]:
+    """Return a callback that prints an event per tenth of the work, with the time left."""
+    printed, begun_s, before = -1, 0.0, 0
 
     def show(event: dict[str, Any]) -> None:
-        nonlocal printed
-        if words := event.get("words"):
-            now = words.lstrip("0123456789 "), 10 * event.get("done", 0) // event.get("total", 1)
-            if now != printed:
-                console.print(f"  {words}", highlight=False)
-                printed = now
+        nonlocal printed, begun_s, before
+        words, done, total = event.get("words"), event.get("done", 0), event.get("total", 0)
+        if words and not begun_s:
+            begun_s, before = time.time(), done
+        if words and (not total or 10 * done // total != printed):
+            step_s = (time.time() - begun_s) / (done - before) if done > before else _STEP_S
+            printed = 10 * done // total if total else -1
+            line(words, (total - done) * step_s)
 
+    def line(words: str, left_s: float) -> None:
+        left = f", about {min(left_s, max(0.0, until - time.time())):.0f} s left" * (left_s > 0)
+        console.print(f"  {words}{left}", highlight=False)
+
+    line("starting the ranks", _START_S + steps * _STEP_S)
     return show
 
 

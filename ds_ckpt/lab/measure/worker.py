@@ -26,7 +26,7 @@ from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.parts import parts
 from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial
-from ds_ckpt.lab.measure.spec import NO_COMM, STOCK, Configuration, Spec, deepspeed_config
+from ds_ckpt.lab.measure.spec import NO_COMM, Configuration, Spec, deepspeed_config
 from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
@@ -124,6 +124,7 @@ class Worker:
         self.spec, self.text, self.heartbeat = spec, text, heartbeat
         self.store = Store(heartbeat.folder)
         self.interface = link_interface(spec.where)
+        self.done = self.total = 0
 
     def batches(self, step: int) -> list[Any]:
         """Return the batches of all micro-steps of a step."""
@@ -142,21 +143,34 @@ class Worker:
 
     def run(self, job: dict[str, Any]) -> None:
         """Measure what the job lists."""
-        engines = {}
+        engines: dict[str, EngineRun] = {}
+        self.total = self.spec.steps_in(job["trials"])
         for configuration in self.spec.configurations if job["trials"] else ():
-            self.heartbeat.beat(words=f"building {configuration.name}")
             engines[configuration.name] = one = EngineRun(configuration, self.spec)
             for step in range(self.spec.warm_up):
-                one.step(self.batches(step))
+                self._step(one, step)
         for policy in job["memory"]:
-            self._measure_memory(engines[f"{policy}/{STOCK}"])
-        for done, (name, repetition) in enumerate(job["trials"], 1):
-            total = len(job["trials"])
-            self.heartbeat.beat(words=f"{done} of {total} trials", done=done, total=total)
-            self._measure_trial(engines[name], job["rate"], repetition)
+            names = (one.name for one in self.spec.configurations if one.policy == policy)
+            self._measure_memory(engines[next(names)])
+        for repetition, trials in itertools.groupby(job["trials"], key=lambda trial: trial[1]):
+            begun_s = time.time()
+            for name, _ in trials:
+                self._measure_trial(engines[name], job["rate"], repetition)
+            # one that takes as long as this one would end too late
+            is_last = [repetition > 0 and 2 * time.time() - begun_s > job["until"]]
+            dist.broadcast_object_list(is_last, src=0)
+            if is_last[0]:
+                break
         for one in engines.values():
             one.end()
         self.heartbeat.beat(words="done")
+
+    def _step(self, one: EngineRun, step: int) -> StepTime:
+        taken = one.step(self.batches(step))
+        self.done += 1
+        words = f"{self.done} of {self.total} steps"
+        self.heartbeat.beat(words=words, done=self.done, total=self.total)
+        return taken
 
     def _measure_memory(self, one: EngineRun) -> None:
         """Record one policy's activations, agreed across ranks."""
@@ -169,12 +183,9 @@ class Worker:
         spec = self.spec
         first = repetition * (spec.steps + spec.drop)
         for step in range(spec.drop):
-            one.step(self.batches(first + step))
+            self._step(one, first + step)
         before, counted = self._settled(), one.session.counters.snapshot()
-        times = []
-        for step in range(spec.steps):
-            times.append(one.step(self.batches(first + spec.drop + step)))
-            self.heartbeat.beat()
+        times = [self._step(one, first + spec.drop + step) for step in range(spec.steps)]
         delta = one.session.counters.snapshot() - counted
         link, local = (now - then for now, then in zip(self._settled(), before, strict=True))
         purposes = {p.value: delta.bytes_sent[p] / spec.steps for p in Purpose}

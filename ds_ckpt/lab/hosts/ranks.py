@@ -1,0 +1,25 @@
+"""Start the commands of all ranks, a JSON list, and end all when one fails.
+
+`EmulatedHosts` runs this file. It imports no package, so ranks start at once.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+ranks = [subprocess.Popen(argv, start_new_session=True) for argv in json.loads(sys.argv[1])]
+try:
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes):
+        time.sleep(0.1)
+        codes = [rank.poll() for rank in ranks]
+    failed = next(filter(None, codes), 0)
+    sys.exit(failed if failed >= 0 else 128 - failed)  # a shell's code for a signal
+finally:
+    for rank in ranks:  # nsenter and the process that it has started in the host
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
