@@ -20,6 +20,7 @@ from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.trials import RUNS
+from ds_ckpt.telemetry.units import number
 from tests.unit import measure_samples as known
 
 GOLDEN = Path(__file__).with_name("golden") / "measure_report.md"
@@ -85,7 +86,7 @@ def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_
     assert max(map(len, table.splitlines())) <= 80
     for row in Report.of(folder).findings.rows:
         (line,) = (x for x in table.splitlines() if x.split()[:1] == [row.configuration])
-        assert line.split()[1] == f"{row.step_s.value:.3g}"
+        assert line.split()[1] == number(row.step_s.value)
     assert json.loads(advice.partition("wrote")[0])["ds_ckpt"] == {
         "activation": {"policy": "block"},
         "compression": {"method": "quantize", "quantize": {"bits": 3}},

@@ -23,3 +23,4 @@ finally:
     for rank in ranks:  # nsenter and the process that it has started in the host
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
