@@ -108,7 +108,7 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
     specs: list[Spec] = []
 
-    def measured(spec: Spec, path: Path, **_: object) -> None:
+    def measured(spec: Spec, *_: object, **__: object) -> None:
         specs.append(spec)
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
