@@ -1,11 +1,6 @@
 """The step log: one record per logged step, as JSON lines and as events for DeepSpeed's monitors.
 
-To add a field, write a function here and register it with `step_field`. Its name is the field's
-name and has the unit; it returns a number, or numbers by name:
-
-    @step_field
-    def gathers_per_step(interval: Interval) -> float:
-        return sum(interval.counted.gathers.values()) / interval.steps
+To add a field, register a function with `step_field`; docs/design.md has an example.
 """
 
 from __future__ import annotations

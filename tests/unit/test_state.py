@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from virtual import World
 
 from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import StateError
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.state import ResidualFiles
@@ -228,6 +231,26 @@ def test_slices_of_tensor_parallel_ranks_have_their_own_files(tmp_path: Path) ->
             Processes(2, model_slice=part).load(tmp_path)
     slices[0].files[0].clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+EARLIER = Path(__file__).parent / "golden" / "earlier_release"
+
+
+@pytest.mark.parametrize("method", ["topk", "powersgd", "quantize"])
+def test_the_state_of_an_earlier_release_loads_to_the_bit(method: str) -> None:
+    """Files of 2 ranks; the digests are those of its own `session.residuals`."""
+    for rank, digests in enumerate(json.loads((EARLIER / "digests.json").read_text())[method]):
+        exchange, feedback = World(2, lambda name, shape: None).exchanges[rank], Feedback()
+        state = StepState(exchange, warmup_steps=0, current_step=lambda: 3)
+        about: Any = {"method": method, "numels": dict.fromkeys(digests, 384), "step": state}
+        files = ResidualFiles(feedback, **about, dp_rank=rank, world=2)
+        files.restore(files.read(EARLIER / method))
+        found = {n: r.numpy().tobytes() for n, r in feedback.state_dict().items()}
+        assert {n: sha256(r).hexdigest()[:16] for n, r in found.items()} == digests
+        saved = load_file(sorted((EARLIER / method).iterdir())[rank])
+        factors = {f"factors/{key}": f for key, f in exchange.factors.state_dict().items()}
+        assert factors.keys() == {key for key in saved if key.startswith("factors/")}
+        assert all(torch.equal(factor, saved[key]) for key, factor in factors.items())
 
 
 def test_files_of_versions_without_slices_load(tmp_path: Path) -> None:

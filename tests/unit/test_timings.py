@@ -203,11 +203,9 @@ def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
 
 def test_a_field_is_one_registered_function(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(steps, "FIELDS", dict(steps.FIELDS))
-
-    @steps.step_field
-    def gathers_per_step(interval: steps.Interval) -> float:
-        return sum(interval.counted.gathers.values()) / interval.steps
-
+    guide = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    code = guide.split("**Add a field of telemetry**")[1].split("```python")[1].split("```")[0]
+    exec(compile(code, "the guide", "exec", dont_inherit=True), {"__name__": "guide"})
     logged: list[Event] = []
     counters, path = Counters(), tmp_path / "t.jsonl"
     log = StepLog(counters, every_n_steps=2, path=str(path), rank=0, monitor=logged.extend)
