@@ -1,9 +1,11 @@
 """Ways in: imports and their cost, `python -m ds_ckpt.run`, engines that are refused."""
 
+import ast
 import inspect
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,3 +204,13 @@ def test_an_error_can_be_raised_in_another_process(kind, headline) -> None:
     assert type(again) is kind
     assert str(again) == str(error)
     assert again.problems == error.problems
+
+
+def test_one_name_for_one_thing() -> None:
+    """Only a command's file in cli/ shares the name of what it calls."""
+    files = [f for f in (ROOT / "ds_ckpt").rglob("*.py") if f.name != "__init__.py"]
+    modules = [f.stem for f in files if f.parent.name != "cli"]
+    trees = (ast.parse(f.read_text(encoding="utf-8")) for f in files)
+    classes = [n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    for names in (modules, classes):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
