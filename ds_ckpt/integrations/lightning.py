@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from ds_ckpt.engine.entry import install
 
 
-class Strategy(DeepSpeedStrategy):
+class LightningStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy; a configuration without a section gets `"auto"`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -19,4 +19,4 @@ class Strategy(DeepSpeedStrategy):
 
 
 if "ds_ckpt" not in StrategyRegistry:
-    StrategyRegistry.register("ds_ckpt", Strategy, "ZeRO stage 3 with ds_ckpt", stage=3)
+    StrategyRegistry.register("ds_ckpt", LightningStrategy, "ZeRO stage 3 with ds_ckpt", stage=3)

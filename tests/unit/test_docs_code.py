@@ -175,6 +175,8 @@ def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block.text, str(block), "exec", dont_inherit=True), {"__name__": "guide"})
         assert "first_part" in known
         del known["first_part"]
+    elif "step_field" in block.text:
+        assert "exec(" in (ROOT / "tests/unit/test_timings.py").read_text(), "it runs this block"
     else:  # those with a model run under the launcher, below
         assert "ds_ckpt.initialize(model=model" in block.text, "no test runs this block"
 

@@ -302,7 +302,7 @@ def _axolotl(folder: Path) -> None:
 
 
 def _lightning(folder: Path) -> None:
-    strategy = importlib.import_module("ds_ckpt.integrations.lightning").Strategy
+    strategy = importlib.import_module("ds_ckpt.integrations.lightning").LightningStrategy
     made = sys.modules["lightning.pytorch.strategies"].StrategyRegistry["ds_ckpt"]()
     assert type(made) is strategy
     assert made.config == {**PLAIN, "ds_ckpt": "auto"}
