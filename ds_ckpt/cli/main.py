@@ -31,7 +31,7 @@ EXAMPLES = {
     "report": "ds-ckpt report runs/first",
     "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",
     "probe": "ds-ckpt probe --rate 200mbit -o links.json",
-    "hosts check": "ds-ckpt hosts check --hostfile hosts",
+    "hosts check": "ds-ckpt hosts check --hostfile hostfiles/two_hosts",
     "hosts run": "ds-ckpt hosts run --hosts 2 -- deepspeed train.py --deepspeed_config C.json",
 }
 """Last line of each command's `--help`."""
