@@ -68,14 +68,19 @@ def test_a_failed_exchange_raises_and_leaves_no_trace(method: str, bucket: int) 
 
     def fail(engine: Any) -> None:
         exchange = ds_ckpt.session_of(engine).exchange.step
-        reduce, count, before = exchange.reduce, itertools.count(), outcome(engine, [])
+        choose, count, before = exchange.choose_reduction, itertools.count(), outcome(engine, [])
 
         def fail_once(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == bucket:
-                raise ConnectionError("no link to host1")
-            return reduce(*args, **kwargs)
+            reduction = choose(*args, **kwargs)
 
-        with patch.object(exchange, "reduce", fail_once):
+            def reduce(tensors: Any) -> Any:
+                if next(count) == bucket:
+                    raise ConnectionError("no link to host1")
+                return reduction(tensors)
+
+            return reduce
+
+        with patch.object(exchange, "choose_reduction", fail_once):
             with pytest.raises(ConnectionError, match="no link to host1"):
                 _micro_step(engine, 6)
         assert outcome(engine, []) == before
