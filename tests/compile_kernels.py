@@ -23,6 +23,7 @@ import torch
 
 from ds_ckpt.compression import Quantize
 from ds_ckpt.compression.fused import TILE
+from ds_ckpt.weights import lossless
 
 _LONG = ("numel", "values_stride", "payload_stride", "stride", "count")
 _LONG += ("shard_stride", "offsets_stride", "place_stride")
@@ -30,6 +31,8 @@ COUNTS = {"rows": "i32", **dict.fromkeys(_LONG, "i64")}
 PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
 ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
 MAXIMA = {"values": "*fp32", "offsets": "*u8", **COUNTS}
+CHANGES = dict.fromkeys(("old", "new", "weights", "places"), "*i16")
+CHANGES |= {"headers": "*i32", "words": "*i32", "ends": "*i64", **COUNTS}
 
 
 def compiled(
@@ -43,7 +46,7 @@ def compiled(
     source = ASTSource(
         fn=function,
         signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        constexprs={(names.index(n),): value for n, value in constants.items() if n in names},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     ptx, code = made.asm["ptx"], _instructions(made.asm["cubin"])
@@ -106,6 +109,7 @@ def _steps() -> None:
 
     from ds_ckpt.compression import TopK, fused, triton_kernels
     from ds_ckpt.exchange import exchange
+    from ds_ckpt.weights import lossless_kernels
 
     driver.set_active(_Driver())
     seen: set[str] = set()
@@ -124,7 +128,13 @@ def _steps() -> None:
     world = World(3, lambda name, shape: methods[int(name[0])])
     for rank in world.exchanges:
         rank.reserve(tensors.items(), torch.device("cpu"))
+    for name in ("encode", "find_ones", "decode"):
+        kernel = _Compiled(getattr(lossless_kernels, name), seen, None)
+        setattr(lossless_kernels, name, kernel)
+    _change_weights(4096)
     at_attach = set(seen)
+    for numel in (1, 16, 1024, 1025):
+        _change_weights(numel)
     for dtype in (torch.float32, torch.bfloat16):
         for some in (1, 2, 4, 16):
             names = list(tensors)[:some]
@@ -134,11 +144,17 @@ def _steps() -> None:
     print(json.dumps({"at attach": len(at_attach), "in steps": len(seen - at_attach)}))
 
 
+def _change_weights(numel: int) -> None:
+    weights = torch.zeros(numel, dtype=torch.bfloat16)
+    lossless.decode_(weights, lossless.encode(weights, weights.clone()))
+
+
 def main() -> None:
     if sys.argv[1:] == ["steps"]:
         _steps()
         return
     from ds_ckpt.compression import triton_kernels
+    from ds_ckpt.weights import lossless_kernels
 
     found = {}
     for capability in map(int, sys.argv[1:]):
@@ -157,6 +173,14 @@ def main() -> None:
         found[f"maxima, sm_{capability}"] = compiled(
             triton_kernels.block_maxima, MAXIMA, blocks, capability
         )
+        for name, writes in (("lengths", {"WRITE": False}), ("encode", {"WRITE": True})):
+            constants = {**lossless.CONSTANTS, "MANTISSA": 7, **writes}
+            key = f"{name}, sm_{capability}"
+            found[key] = compiled(lossless_kernels.encode, CHANGES, constants, capability)
+        for name in ("find_ones", "decode"):
+            kernel = getattr(lossless_kernels, name)
+            constants = {**lossless.CONSTANTS, "MANTISSA": 7}
+            found[f"{name}, sm_{capability}"] = compiled(kernel, CHANGES, constants, capability)
     print(json.dumps(found, indent=1))
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 8
 """Payloads and the sections inside them start at multiples, so any dtype can be viewed."""

@@ -29,7 +29,7 @@ class WeightsConfig(Section):
     ] = Field(
         "auto",
         description='Encoding of weights between nodes. "none": uncompressed. "lossless": changes '
-        'in 0.7 to 4 bits a weight, bit-equal. "auto": the faster one for bf16 and fp16, none for '
+        'in 0.8 to 4 bits a weight, bit-equal. "auto": the faster one for bf16 and fp16, none for '
         "fp32.",
     )
 

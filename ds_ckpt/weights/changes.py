@@ -22,7 +22,7 @@ class Whole:
     """The new weights themselves. Payloads stay on the shard's device, and their size is known."""
 
     name = "uncompressed"
-    on_device = True
+    is_fixed_size = True
 
     def encode(self, held: Tensor, master: Tensor) -> Tensor:
         """Update the owner's flat shard `held` to the rounded master weights; return uint8.
@@ -37,13 +37,17 @@ class Whole:
 
 
 class Lossless:
-    """Changes of 16-bit weights in units of the last place, entropy-coded on the host."""
+    """Changes of 16-bit weights in units of the last place, in Rice codes.
+
+    On a device with kernels payloads stay there; else they are coded on the host. A payload begins
+    with its length, int64, and may have room behind it.
+    """
 
     name = "lossless"
-    on_device = False
+    is_fixed_size = False
 
     def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        """Encode the change on the CPU, like `Whole.encode`."""
+        """Encode the change, like `Whole.encode`."""
         before = held.clone()
         return lossless.encode(before, held.copy_(master))
 

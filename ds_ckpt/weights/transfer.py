@@ -68,13 +68,19 @@ class ReplicaTransfer:
     def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:
         """Send one packet per chunk, uint8, as far as the bound allows.
 
-        With `is_fixed_size` packets have the same sizes on all ranks; else sizes are sent first.
+        With `is_fixed_size` packets have the same sizes on all ranks. Else each begins with its
+        length, int64, which is sent first; the host waits once for all of them.
         """
         sizes = [packet.numel() for packet in packets]
-        by_owner = dict.fromkeys(self._others, sizes) if is_fixed_size else self.exchange(sizes)
+        by_owner = dict.fromkeys(self._others, sizes)
+        if packets and not is_fixed_size:
+            own = torch.cat([packet[:8] for packet in packets])
+            arrived = self._exchange(own)
+            table = torch.stack([own, *arrived.values()]).view(torch.int64).cpu().tolist()
+            sizes, by_owner = table[0], dict(zip(arrived, table[1:], strict=True))
         for number, packet in enumerate(packets):
             lengths = {owner: counts[number] for owner, counts in by_owner.items()}
-            self._waiting.append((packet, lengths))
+            self._waiting.append((packet[: sizes[number]], lengths))
         self.received = 0
         self._launch()
 
@@ -96,9 +102,12 @@ class ReplicaTransfer:
     def exchange(self, numbers: list[int]) -> dict[int, list[int]]:
         """Send equally many integers from each owner to its replicas. Returns them by owner."""
         packet = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
-        lengths = dict.fromkeys(self._others, packet.numel())
-        arrived = self._by_owner(self._deliver(packet, lengths, async_op=False))
+        arrived = self._exchange(packet)
         return {owner: part.view(torch.int64).tolist() for owner, part in arrived.items()}
+
+    def _exchange(self, packet: Tensor) -> dict[int, Tensor]:
+        lengths = dict.fromkeys(self._others, packet.numel())
+        return self._by_owner(self._deliver(packet, lengths, async_op=False))
 
     def _launch(self) -> None:
         while self._waiting and len(self._in_flight) < IN_FLIGHT:

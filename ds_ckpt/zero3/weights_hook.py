@@ -338,7 +338,7 @@ class WeightsHook:
         packets = [self._encode(chunk) for chunk in self._chunks]
         self._record_writes()
         with self._counters.purpose(Purpose.WEIGHTS):
-            self._transfer.start(packets, is_fixed_size=self.codec.on_device)
+            self._transfer.start(packets, is_fixed_size=self.codec.is_fixed_size)
         if self._transfer.is_active:
             self._prefetch = getattr(self._coordinator, _PREFETCH)
             setattr(self._coordinator, _PREFETCH, 0)
@@ -361,9 +361,14 @@ class WeightsHook:
         return packet
 
     def preallocate(self) -> None:
-        """Send a chunk of zeros as large as the largest, and drop it. Collective."""
+        """Code a chunk of zeros as large as the largest, which compiles kernels, and send it.
+
+        Collective.
+        """
         elements = max(sum(piece.size for piece in chunk) for chunk in self._chunks)
-        self._transfer.preallocate(elements * self._params[0].ds_tensor.element_size())
+        zeros = self._params[0].ds_tensor.new_zeros(elements)
+        self.codec.decode_(zeros, self.codec.encode(zeros, zeros.clone()))
+        self._transfer.preallocate(zeros.nbytes)
 
     def drain(self) -> None:
         """Wait for all chunks in flight. Collective."""

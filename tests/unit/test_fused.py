@@ -147,6 +147,10 @@ MOST_INSTRUCTIONS = {
     "unpack_add, 2 bits": 205,
     "unpack_add, 2 bits, contracted": 205,
     "maxima": 1850,
+    "lengths": 700,
+    "encode": 2350,
+    "find_ones": 480,
+    "decode": 1480,
 }
 """Of a warp, one of four for 1,024 entries; for maxima 8,192."""
 
@@ -168,13 +172,13 @@ def test_kernels_compile_for_gpus_and_are_short(tmp_path: Path) -> None:
     for name, made in found.items():
         kernel = name.rpartition(", sm_")[0]
         assert 100 < made["instructions"] <= MOST_INSTRUCTIONS[kernel], name
-        assert made["wide"] >= 4 or kernel == "maxima", name
+        assert made["wide"] >= 4 or kernel in ("maxima", "lengths"), name
         # a product and a sum are two roundings, as in the operators
         assert (made["fma"] > 0) == ("contracted" in name), name
 
 
 def test_no_kernel_is_compiled_after_attach(tmp_path: Path) -> None:
-    assert _compile("steps", cache=tmp_path) == {"at attach": 11, "in steps": 0}
+    assert _compile("steps", cache=tmp_path) == {"at attach": 15, "in steps": 0}
 
 
 @pytest.mark.parametrize(
