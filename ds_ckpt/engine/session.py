@@ -121,7 +121,7 @@ class Session:
         self._detach.callback(lambda: gather.detach())
         step = verify = None
         if config.compression.method != "none" or config.weights.resident:
-            compatibility.use_shard_group(engine.optimizer, self._patches)
+            compatibility.use_shard_group(engine, self._patches)
         if config.compression.method != "none":
             self.exchange = Gradients(engine, config.compression)
             self._detach.callback(self.exchange.discard)

@@ -304,14 +304,18 @@ def patch_verdict(
     """Replace the method that decides whether a step is skipped by `around` that method.
 
     Before 0.19.8 it checks for overflow first, and for fp16 alone; `always_check` skips steps with
-    non-finite gradients in every dtype, like 0.19.8.
+    non-finite gradients in every dtype, like 0.19.8. That version's norm leaves replicated
+    parameters out on all tensor-parallel ranks but the first; `always_check` looks there, too.
     """
     names = "_loss_scale_update_and_overflow_cleanup", "_overflow_check_and_loss_scale_update"
     name = next(name for name in names if hasattr(optimizer, name))
     decide = getattr(optimizer, name)
+    checks = always_check and optimizer.dtype != torch.float16
 
     def check_and_decide() -> Any:
-        if name == names[1] and always_check and optimizer.dtype != torch.float16:
+        if checks and name == names[0] and optimizer.model_parallel_group is not None:
+            optimizer.overflow = bool(optimizer.has_overflow() or optimizer.overflow)
+        if checks and name == names[1]:
             optimizer.check_overflow()
             scaler = optimizer.torch_autocast_gradscaler
             if optimizer.overflow and scaler is not None:  # not updated in a skipped step
@@ -341,16 +345,18 @@ def same_ranks(group: Any, other: Any) -> bool:
     return group is other or ranks(group) == ranks(other)
 
 
-def use_shard_group(optimizer: Any, patches: Patches) -> None:
+def use_shard_group(engine: Any, patches: Patches) -> None:
     """Make the group that shards all trained parameters the optimizer's own.
 
-    With `mesh_param`, DeepSpeed's is that of the data-parallel ranks, which would decide without
-    the sequence-parallel ones whether a step is skipped.
+    With a device mesh, DeepSpeed's is that of the data-parallel ranks, which would decide without
+    the sequence-parallel ones whether a step is skipped, and write each other's checkpoint files.
     """
+    optimizer = engine.optimizer
     first, *others = (shard_group(optimizer, p) for group in optimizer.fp16_groups for p in group)
     own = optimizer.dp_process_group
     if not same_ranks(first, own) and all(same_ranks(first, other) for other in others):
         patches.set(optimizer, "dp_process_group", first)
+        patches.set(engine, "seq_dp_world_size", torch_dist.get_world_size(first))
 
 
 def check_identity(

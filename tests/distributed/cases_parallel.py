@@ -6,17 +6,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import groups
 
 import ds_ckpt
 from ds_ckpt.engine import tuner as tuning
-from ds_ckpt.engine.gradients import residual_files
 from tests.distributed import models
 from tests.distributed.pool import fresh, hosts, once
 from tests.distributed.tensor_parallel import (
@@ -24,13 +24,12 @@ from tests.distributed.tensor_parallel import (
     ParallelModel,
     across,
     auto_tp,
-    mpu_forgotten,
     neighbours,
+    ulysses_forgotten,
 )
 
 SIZE = 2
-_ulysses: list[Any] = []
-"""Hugging Face's attention over sequence-parallel ranks, and its mpu: made once a process."""
+ULYSSES = ("sp", "mesh")
 
 
 class _MeanOfTokens(torch.autograd.Function):
@@ -51,22 +50,12 @@ class _MeanOfTokens(torch.autograd.Function):
         return grads[0] * ctx.weight, None, None
 
 
-@contextmanager
-def _sequence_parallel(model: Any) -> Iterator[Any]:
+def _sequence_parallel(model: Any) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not _ulysses:
-        mpu = UlyssesSPAttentionHF.register_with_transformers(
-            model, "sdpa", sequence_parallel_size=SIZE, micro_batch_size=2
-        )
-        _ulysses.extend([ALL_ATTENTION_FUNCTIONS["sdpa"], mpu])
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _ulysses[0]
-    try:
-        yield _ulysses[1]
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model, "sdpa", sequence_parallel_size=SIZE, micro_batch_size=2
+    )
 
 
 @contextmanager
@@ -75,16 +64,19 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
 
     Args:
         kind: "tp" (AutoTP), "init" (of a model made in zero.Init), "megatron" (an mpu), "sp"
-            (Ulysses as Hugging Face registers it) or "mesh" (DeepSpeed's device mesh).
+            (Ulysses, with the mpu that it returns) or "mesh" (Ulysses, with JSON keys alone, from
+            which DeepSpeed makes a device mesh).
     """
     fresh()
     config = models.zero3_config(**{"clip": 1.0, **options}, **sections)
     arguments: dict[str, Any] = {}
-    with mpu_forgotten(), auto_tp(SIZE) if kind in ("tp", "init") else nullcontext():
+    with ulysses_forgotten(), auto_tp(SIZE) if kind in ("tp", "init") else nullcontext():
         if kind in ("tp", "init"):
             config["tensor_parallel"] = {"autotp_size": SIZE}
+        if kind in ULYSSES:
+            config["sequence_parallel_size"] = SIZE
         if kind == "mesh":
-            config |= {"sequence_parallel_size": SIZE, "data_parallel_size": SIZE}
+            config["data_parallel_size"] = SIZE
         if kind == "megatron":
             arguments["mpu"] = mpu = MegatronMpu(neighbours(SIZE), across(SIZE))
             model: Any = ParallelModel(mpu.get_model_parallel_group())
@@ -96,28 +88,28 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
         if kind == "tp":  # embeddings and head, the largest matrices, are replicated
             for name in ("lm_head", "model.embed_tokens"):
                 model._tp_plan.pop(name, None)
-        with _sequence_parallel(model) if kind == "sp" else nullcontext() as ulysses:
-            if kind == "sp":
-                arguments["mpu"] = ulysses
-            parameters = list(model.parameters())
-            engine, *_ = ds_ckpt.initialize(
-                model=model, model_parameters=parameters, config=config, **arguments
-            )
-            engine.train()
-            try:
-                yield engine
-            finally:
-                engine.destroy()
-                groups.mesh_device = None
+        if kind in ULYSSES:
+            mpu = _sequence_parallel(model)
+            arguments = {"mpu": mpu} if kind == "sp" else {}
+        parameters = list(model.parameters())
+        engine, *_ = ds_ckpt.initialize(
+            model=model, model_parameters=parameters, config=config, **arguments
+        )
+        engine.train()
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            groups.mesh_device = None
 
 
 def loss_at(engine: Any, kind: str, step: int) -> torch.Tensor:
-    replica = dist.get_rank() // (1 if kind == "mesh" else SIZE)
+    replica = dist.get_rank() // SIZE
     if kind == "megatron":
         generator = torch.Generator().manual_seed(1000 * step + replica)
         return engine(torch.randn(2, 5, 7, generator=generator))  # type: ignore[no-any-return]
     data = models.batch("llama", step, replica)
-    if kind != "sp":
+    if kind not in ULYSSES:
         return models.loss_of(engine(**data))
     tokens, labels = data["input_ids"], data["labels"].roll(-1, 1)
     labels[:, -1] = -100
@@ -125,7 +117,7 @@ def loss_at(engine: Any, kind: str, step: int) -> torch.Tensor:
     own = [x.chunk(SIZE, 1)[dist.get_rank() % SIZE] for x in (tokens, labels, places)]
     logits = engine(input_ids=own[0], position_ids=own[2]).logits.flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, own[1].flatten())
-    group = _ulysses[1].get_sequence_parallel_group()
+    group = parallel_state_sp.get_sequence_parallel_group()
     return _MeanOfTokens.apply(loss, (own[1] != -100).sum(), group)  # type: ignore[no-any-return]
 
 
@@ -200,6 +192,7 @@ def run(
                 "owed": owed,
                 "choice": tuner.choice if tuner else None,
                 "summary": session.summary if session else "",
+                "moved": session.offload.out.total() if session and session.offload else 0,
                 "kept": dict(session.partition.kept_bytes) if session and session.partition else {},
                 "skipped": int(engine.skipped_steps),
             }
@@ -216,19 +209,27 @@ def _skew(tuner: Any) -> None:
 
 
 def resume(
-    kind: str, sections: dict[str, Any], folder: str, bad: list[str], first: int, last: int
+    kind: str,
+    sections: dict[str, Any],
+    folder: str,
+    bad: list[str],
+    first: int,
+    last: int,
+    *,
+    tag: str = "good",
+    **options: Any,
 ) -> dict[str, Any]:
-    """Load tags that are refused, then the good one, and train on."""
-    with engine_of(kind, sections) as engine:
+    """Load tags that are refused, then a good one, and train on."""
+    with engine_of(kind, sections, **options) as engine:
         _train(engine, kind, 50, 51)
         weights, owed, said = digests(engine), _owed(engine), {}
-        for tag in bad:
+        for name in bad:
             try:
-                engine.load_checkpoint(folder, tag=tag)
-            except ds_ckpt.StateError as error:
-                said[tag] = str(error)
+                engine.load_checkpoint(folder, tag=name)
+            except (ds_ckpt.StateError, ZeRORuntimeException) as error:
+                said[name] = str(error)
         same = weights == digests(engine) and _equal(owed, _owed(engine))
-        engine.load_checkpoint(folder, tag="good")
+        engine.load_checkpoint(folder, tag=tag)
         owed = _owed(engine)
         losses = _train(engine, kind, first, last)
         return {
@@ -242,15 +243,6 @@ def resume(
 
 def _equal(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return some.keys() == other.keys() and all(torch.equal(some[n], other[n]) for n in some)
-
-
-def owed_in(folder: str, sections: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What two tensor-parallel ranks of another data-parallel size read."""
-    with engine_of("tp", sections) as engine:
-        gradients = ds_ckpt.session_of(engine).exchange
-        files = residual_files(engine, sections["ds_ckpt"]["compression"]["method"], gradients)
-        files.restore(files.read(Path(folder)))
-        return _owed(engine)
 
 
 def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
@@ -286,19 +278,16 @@ def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
         return worst
 
 
-def poisoned(kind: str, sections: dict[str, Any], name: str) -> dict[str, Any]:
-    """One replica's gradient is NaN in one step, on both of its ranks: what that leaves.
-
-    DeepSpeed looks at replicated parameters on the first tensor-parallel rank only.
-    """
+def poisoned(kind: str, sections: dict[str, Any], name: str, ranks: list[int]) -> dict[str, Any]:
+    """A gradient is NaN in one step on some ranks: what that leaves."""
     with engine_of(kind, sections) as engine:
         _train(engine, kind, 0, 3)
         weights, owed = digests(engine), _owed(engine)
-        if dist.get_rank() >= dist.get_world_size() - SIZE:
+        if dist.get_rank() in ranks:
             parameter = dict(engine.module.named_parameters())[name]
             handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
         _train(engine, kind, 3, 4)
-        if dist.get_rank() >= dist.get_world_size() - SIZE:
+        if dist.get_rank() in ranks:
             handle.remove()
         same = weights == digests(engine) and _equal(owed, _owed(engine))
         _train(engine, kind, 4, 5)

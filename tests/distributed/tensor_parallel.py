@@ -1,4 +1,4 @@
-"""Run in the worker processes: engines with tensor parallelism, of DeepSpeed's kind and Megatron's.
+"""Run in the worker processes: tensor parallelism of DeepSpeed's kind and Megatron's, and Ulysses.
 
 A group is made once a process and kept: making groups again and again would use up ports.
 """
@@ -66,6 +66,23 @@ def mpu_forgotten() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(groups, name, value)
+
+
+@contextmanager
+def ulysses_forgotten() -> Iterator[None]:
+    """Unregister the attention that Ulysses registers for good, and make its groups once."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before, make = ALL_ATTENTION_FUNCTIONS["sdpa"], parallel_state_sp.initialize_sequence_parallel
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None:
+        parallel_state_sp.initialize_sequence_parallel = lambda **_: None
+    try:
+        with mpu_forgotten():
+            yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        parallel_state_sp.initialize_sequence_parallel = make
 
 
 class MegatronMpu:

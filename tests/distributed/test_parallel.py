@@ -14,6 +14,7 @@ import torch
 
 from tests.distributed import cases_parallel as cases
 from tests.distributed.models import topk_section
+from tests.distributed.training import convert
 
 METHODS = {
     "topk": topk_section(topk={"density": 0.05}),
@@ -23,21 +24,19 @@ METHODS = {
         method="entropy_coded", entropy_coded={"bits": 1.0, "metric": "steps"}
     ),
 }
-ACTIVATION = {"policy": "block", "offload_min_bytes": 0}
-TP_INPUTS = {"partition_activations": True, "cpu_checkpointing": True}
+ACTIVATION: dict[str, Any] = {"policy": "block", "offload_min_bytes": 0}
 DENSE = {"compression": {"method": "dense"}}
 
 
 def _with_inputs(kind: str, section: dict[str, Any]) -> dict[str, Any]:
     """Checkpointed blocks whose inputs go to the host, split first with tensor parallelism."""
-    if kind == "sp":
-        inputs: dict[str, Any] = {"cpu_checkpointing": True}
-        return {
-            "ds_ckpt": {"activation": ACTIVATION, **section},
-            "activation_checkpointing": inputs,
-        }
-    activation = {"partition_min_bytes": 0, **ACTIVATION}
-    return {"ds_ckpt": {"activation": activation, **section}, "activation_checkpointing": TP_INPUTS}
+    activation, inputs = {**ACTIVATION}, {"cpu_checkpointing": True}
+    if kind not in cases.ULYSSES:
+        activation["partition_min_bytes"] = 0
+        inputs["partition_activations"] = True
+    if kind == "megatron":
+        activation["modules"] = ["ParallelBlock"]
+    return {"ds_ckpt": {"activation": activation, **section}, "activation_checkpointing": inputs}
 
 
 def _check_replicas(ranks: list[Any]) -> None:
@@ -125,17 +124,32 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["topk", "powersgd"])
 def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
-    world2: Any, world4: Any, tmp_path: Path
+    world2: Any, world4: Any, tmp_path: Path, method: str
 ) -> None:
-    sections = {"ds_ckpt": METHODS["powersgd"]}
-    saved = world4.run(cases.run, "tp", sections, 5, save=str(tmp_path), timeout=240)
-    loaded = world2.run(cases.owed_in, str(tmp_path / "good"), sections, timeout=240)
+    """DeepSpeed loads a universal checkpoint alone; other tensor-parallel sizes start at 0."""
+    sections, folder = {"ds_ckpt": METHODS[method]}, str(tmp_path)
+    saved = world4.run(cases.run, "tp", sections, 5, save=folder, timeout=240)
+    universal = convert(tmp_path, "good")
+    how = {"checkpoint": {"load_universal": True}, "tag": universal.name, "timeout": 240}
+    loaded = world2.run(cases.resume, "tp", sections, folder, [], 3, 5, **how)
     for before, after in zip(saved[:2], loaded, strict=True):
-        assert before["owed"].keys() == after.keys()
-        assert any(total.any() for total in after.values())
+        assert after["losses"][0] == pytest.approx(before["losses"][3], abs=1e-6)
+        assert before["owed"].keys() == after["owed"].keys()
+        assert any(total.any() for total in after["owed"].values())
         for name, total in before["owed"].items():
-            assert torch.allclose(total, after[name], rtol=1e-6, atol=1e-9)
+            assert torch.allclose(total, after["owed"][name], rtol=1e-6, atol=1e-9)
+    shutil.copytree(universal, tmp_path / "without")
+    for path in (tmp_path / "without").glob("ds_ckpt_residuals_*"):
+        path.unlink()
+    how["tag"] = "without"
+    for rank in world2.run(cases.resume, "data", sections, folder, [universal.name], 3, 5, **how):
+        assert rank["unchanged"]
+        assert "model slices mp00of02, mp01of02" in rank["said"][universal.name]
+        assert "remove the ds_ckpt_residuals_* files" in rank["said"][universal.name]
+        assert rank["owed"] == {}
+        assert rank["losses"]
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("powersgd", marks=pytest.mark.slow)])
@@ -160,7 +174,7 @@ def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "mesh"])
+@pytest.mark.parametrize("kind", ["tp", "megatron", "mesh"])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
     for worst in world4.run(cases.conservation, kind, {"ds_ckpt": METHODS[method]}, 2):
@@ -169,7 +183,7 @@ def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("kind", ["tp", "sp"])
+@pytest.mark.parametrize("kind", ["tp", "megatron", "sp", "mesh"])
 def test_methods_train_alike_with_and_without_offloaded_inputs(
     world4: Any, kind: str, method: str
 ) -> None:
@@ -179,19 +193,20 @@ def test_methods_train_alike_with_and_without_offloaded_inputs(
         assert one["end"] == other["end"]
         assert one["losses"] == other["losses"]
         assert one["owed"]
+        assert (one["moved"], other["moved"] > 0) == (0, True)
     if kind == "tp":
         _check_replicas(plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["topk", "powersgd"])
-def test_sequence_parallel_state_is_resumed_to_the_bit(
-    world4: Any, tmp_path: Path, method: str
-) -> None:
-    sections = _with_inputs("sp", METHODS[method])
-    saved = world4.run(cases.run, "sp", sections, 5, save=str(tmp_path), timeout=240)
-    assert len(list((tmp_path / "good").glob("ds_ckpt_residuals_0000?_of_00004.*"))) == 4
-    loaded = world4.run(cases.resume, "sp", sections, str(tmp_path), [], 3, 5, timeout=240)
+@pytest.mark.parametrize("kind", ["megatron", "sp", "mesh"])
+@pytest.mark.parametrize("method", ["topk", "quantize", "powersgd"])
+def test_state_is_resumed_to_the_bit(world4: Any, tmp_path: Path, method: str, kind: str) -> None:
+    sections = _with_inputs(kind, METHODS[method])
+    saved = world4.run(cases.run, kind, sections, 5, save=str(tmp_path), timeout=240)
+    names = "mp0?of02_0000?_of_00002.*" if kind == "megatron" else "0000?_of_00004.*"
+    assert len(list((tmp_path / "good").glob(f"ds_ckpt_residuals_{names}"))) == 4
+    loaded = world4.run(cases.resume, kind, sections, str(tmp_path), [], 3, 5, timeout=240)
     for before, after in zip(saved, loaded, strict=True):
         assert after["losses"] == before["losses"][-2:]
         assert after["end"] == before["end"]
@@ -245,9 +260,19 @@ def test_groups_that_lie_otherwise_on_nodes_have_one_level(world4: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
-def test_a_step_with_nan_is_skipped_by_all(world4: Any, kind: str) -> None:
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
-        section = {"ds_ckpt": METHODS["quantize"]}
-        for rank in world4.run(cases.poisoned, kind, section, name):
-            assert rank == {"same": True, "skipped": 1}
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("tp", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]),
+        ("megatron", ["blocks.1.up.weight", "blocks.1.norm.weight"]),
+        ("sp", ["model.norm.weight"]),
+        ("mesh", ["model.norm.weight"]),
+    ],
+)
+def test_a_step_with_nan_is_skipped_by_all(world4: Any, kind: str, names: list[str]) -> None:
+    """DeepSpeed's norm counts replicated parameters on the first tensor-parallel rank alone."""
+    for name in names:
+        for ranks in ([2, 3], [3]):
+            section = {"ds_ckpt": METHODS["quantize"]}
+            for rank in world4.run(cases.poisoned, kind, section, name, ranks):
+                assert rank == {"same": True, "skipped": 1}, (name, ranks)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import ds_ckpt
 from tests.distributed import models
 from tests.distributed.test_compression import SECTIONS
-from tests.distributed.training import captured_log, running, unsent
+from tests.distributed.training import captured_log, convert, running, unsent
 
 
 def _saved(folder: Path) -> dict[str, Any]:
@@ -42,23 +39,6 @@ def _loaded(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str
     return found
 
 
-def _convert(folder: Path) -> Path:
-    """Convert the checkpoint of `folder` by DeepSpeed's program, as a user runs it."""
-    universal = folder / "global_step3_universal"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(folder / "global_step3")),
-            *("--output_folder", str(universal)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    return universal
-
-
 @pytest.mark.slow
 def test_universal_checkpoints_work_with_compression_on(
     world2: Any, world4: Any, tmp_path: Path
@@ -66,10 +46,10 @@ def test_universal_checkpoints_work_with_compression_on(
     """They are DeepSpeed's way to another world; residuals come along, without a hand copy."""
     four = tmp_path / "on four"
     saved = world2.run(_saved, tmp_path)
-    universal = _convert(tmp_path)
+    universal = convert(tmp_path, "global_step3")
     shutil.rmtree(tmp_path / "global_step3")
     more = world4.run(_loaded, tmp_path, holds_residuals=True, again=str(four))
-    _convert(four)
+    convert(four, "global_step3")
     fewer = world2.run(_loaded, four, holds_residuals=True)
     for path in universal.glob("ds_ckpt_residuals_*"):
         path.unlink()

@@ -6,6 +6,9 @@ import copy
 import hashlib
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +116,23 @@ def refused(*words: str, kind: type[Exception] = ds_ckpt.DsCkptError) -> Iterato
     with pytest.raises(kind) as error:
         yield error
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def convert(folder: Path, tag: str) -> Path:
+    """Convert the checkpoint `tag` of `folder` by DeepSpeed's program, as a user runs it."""
+    universal = folder / f"{tag}_universal"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *("--input_folder", str(folder / tag)),
+            *("--output_folder", str(universal)),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+        ],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    return universal
 
 
 def of_all_ranks(value: Any) -> list[Any]:
