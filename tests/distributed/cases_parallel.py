@@ -252,15 +252,20 @@ def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
         group = engine.optimizer.dp_process_group
         session, before, seen = ds_ckpt.session_of(engine), _owed(engine), {}
         exchange = session.exchange.step
-        reduce = exchange.reduce
+        choose = exchange.choose_reduction
 
-        def watched(names: Any, tensors: Any, **how: Any) -> Any:
-            given = [t.double().flatten() for t in tensors]
-            result = reduce(names, tensors, **how)
-            seen.update(zip(names, zip(given, result, strict=True), strict=True))
-            return result
+        def watched(names: Any, loss_scale: float) -> Any:
+            reduction = choose(names, loss_scale)
 
-        exchange.reduce = watched
+            def reduce(tensors: Any) -> Any:
+                given = [t.double().flatten() for t in tensors]
+                result = reduction(tensors)
+                seen.update(zip(names, zip(given, result, strict=True), strict=True))
+                return result
+
+            return reduction and reduce
+
+        exchange.choose_reduction = watched
         _train(engine, kind, steps, steps + 1)
         after, worst = _owed(engine), 0.0
         world, me = dist.get_world_size(group), dist.get_rank(group)
