@@ -142,7 +142,7 @@ def _filled_in(command: str) -> str:
 
 def test_every_block_names_its_language() -> None:
     for block in BLOCKS:
-        assert block.language in ("", "bash", "json", "python", "toml", "text"), block
+        assert block.language in ("", "bash", "diff", "json", "python", "toml", "text"), block
         if block.language in ("", "text"):
             typed = [x for x in block.text.splitlines() if re.match(PROGRAMS, x) and "[" not in x]
             assert not typed, f"{block}: write bash behind the fence: {typed[0]}"
@@ -238,7 +238,10 @@ def _run(command: str) -> str:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_lines_that_work_work(page: str, reader: Path) -> None:
     """The page's Python under the page's file, with a model before it and a step behind."""
-    texts = {b.language: b.text for b in _blocks(ROOT / page) if b.language in ("json", "python")}
+    blocks = [b for b in _blocks(ROOT / page) if b.language in ("json", "python", "diff")]
+    texts = {block.language: block.text for block in reversed(blocks)}  # the first of each
+    if "diff" in texts:
+        texts["python"] = "\n".join(re.findall(r"^\+(.*)", texts["diff"], re.M)) + "\n"
     (reader / "zero3.json").write_text(texts["json"])
     before = "from corpus import batches, small_llama\nmodel = small_llama()\n"
     after = (
@@ -250,6 +253,15 @@ def test_the_lines_that_work_work(page: str, reader: Path) -> None:
     )
     (reader / "own.py").write_text(before + texts["python"] + after)
     assert re.search(r"trained at \d\.\d+ True", _run("deepspeed --num_gpus 2 own.py"))
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    assert len(text.split()) <= 900
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", _FENCE.sub("", text))
+    figures = re.findall(r"(?<![\w.-])\d[\d.,]*(?: (?:GiB|MB|s|bits?)\b|%|x)?", prose)
+    assert len(figures) <= 30, figures
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
