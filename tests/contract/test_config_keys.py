@@ -1,7 +1,5 @@
 """The rules across sections name DeepSpeed's keys: the installed one must read each."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The installed DeepSpeed has the symbols that the hooks use; a changed one is detected."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 And DeepSpeed's launcher reads the hostfiles. All in this process, without a process group.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

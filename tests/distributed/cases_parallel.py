@@ -1,8 +1,6 @@
 """Run in the worker processes: compression and resident weights beside tensor and sequence
 parallelism, two by two."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Run in the worker processes: what `ds-ckpt validate` answers to a file, and what a start does."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Worker pools for 2 and for 4 processes, shared by the whole session and started on first use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of many kinds for the cases of the ecosystem: vision, experts, LoRA, plain torch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

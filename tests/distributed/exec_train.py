@@ -3,8 +3,6 @@
 Each process writes to --folder the sessions that it finds on its engines, and its last loss.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A network of its own for the worker processes, so that byte counters count them alone."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

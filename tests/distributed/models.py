@@ -1,7 +1,5 @@
 """Small real models, configurations and a training loop for the multi-process cases."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import warnings

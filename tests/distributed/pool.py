@@ -7,8 +7,6 @@ worker and returns the results in order of dp_rank. What raises or hangs fails i
 workers' words, and the next test gets a new pool. What runs inside the workers is in `worker.py`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

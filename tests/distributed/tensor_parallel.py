@@ -3,8 +3,6 @@
 A group is made once a process and kept: making groups again and again would use up ports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A step that does not end leaves nothing: neither twice-applied gradients nor lost residuals."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The autotuner and the telemetry of compression on real engines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Budgets, planned for at the first batch, on real ZeRO-3 engines with two processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Compression on real ZeRO-3 engines, in any precision, over two levels too: laws 1, 3, 4 and 5."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

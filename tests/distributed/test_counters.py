@@ -1,7 +1,5 @@
 """Law 7: the counters are compared with the interface's own."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A damaged checkpoint is refused on every process, before anything of it is applied (law 5)."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Common training libraries, compared bit by bit with the same run without ds_ckpt."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

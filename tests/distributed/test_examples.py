@@ -1,7 +1,5 @@
 """examples/: each runs in a few steps, as its first lines say; hostfiles are for `tests/hosts`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

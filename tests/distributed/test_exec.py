@@ -1,7 +1,5 @@
 """`ds-ckpt exec` on real launches of unmodified scripts, on two processes of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The gather hook on real ZeRO-3 engines: 2.00 gathers, nothing left, bit-equal gradients."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A killed or stopped process: the other ends in a stated time, and the run resumes to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

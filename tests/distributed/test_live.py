@@ -1,7 +1,5 @@
 """Where the time of a live run goes: the step log's fields and line, and ranges of profilers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

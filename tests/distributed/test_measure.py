@@ -1,7 +1,5 @@
 """`ds-ckpt measure --loopback`, from end to end, and engines that do not disturb each other."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Momentum correction on real ZeRO-3 engines: when it is active, on which groups, what is left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

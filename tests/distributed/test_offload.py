@@ -1,7 +1,5 @@
 """Offload under ZeRO-3: every boundary but the kept one goes and comes, gradients bit-equal."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

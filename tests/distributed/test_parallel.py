@@ -3,8 +3,6 @@
 Law 10: parameters that tensor-parallel ranks replicate stay equal to the bit.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

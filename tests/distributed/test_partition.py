@@ -4,8 +4,6 @@ Bytes are exactly 1/t, gradients bit-equal to the same run without checkpointing
 whose processes do not hold the same is refused in all of them.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every policy on many architectures under ZeRO-3 with two processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The worker pool itself: order, errors, hangs, and nothing left behind."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Real engines in bf16 and fp16 and with offloaded parameters, and steps that end in exceptions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

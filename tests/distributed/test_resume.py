@@ -1,7 +1,5 @@
 """Universal checkpoints, which are DeepSpeed's way to another world (law 5)."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

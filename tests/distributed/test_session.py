@@ -1,7 +1,5 @@
 """Every way in, on real engines, with the HF Trainer and accelerate among them."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

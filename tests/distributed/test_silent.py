@@ -1,7 +1,5 @@
 """`Session.send_no_gradients`: a ceiling that sends no gradient and still trains and gathers."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A short soak is flat, and finds what grows. `benchmarks/soak.py` has the long one."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

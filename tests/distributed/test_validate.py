@@ -4,8 +4,6 @@ A row: keys as in tests/unit/test_config_problems.py, then `ok` (both accept), t
 refuse, or `?` and the path of the condition that validate announces and the start refuses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.distributed import cases_validate

@@ -1,7 +1,5 @@
 """The command's real path against its virtual one, its launch, and guards that act everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two virtual workers in one process against two real ZeRO-3 processes: the same numbers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

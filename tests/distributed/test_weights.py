@@ -1,7 +1,5 @@
 """Resident weights on real ZeRO-3 engines, on ranks that act as several nodes."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of resident weights: what every host holds after each step, each load and each end."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """Engines that train, shared by the tests that run in the workers."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging

@@ -5,8 +5,6 @@ watches its standard input: when the pool closes it, or dies, all of them are ki
 The messages are pickles between parent and child of one test run, never anything from outside.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

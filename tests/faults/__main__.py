@@ -6,8 +6,6 @@ By default each fault meets the tests that its patch names; with `--whole` the w
 The working tree is copied, never changed. The exit status is 0 where every fault was caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

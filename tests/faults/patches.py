@@ -15,8 +15,6 @@ together in exactly one place: of the named file, or, where that has none or is 
 package. Indents count only against each other. Several hunks may follow each other.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Fault:
     hunks: tuple[Hunk, ...]
 
     @classmethod
-    def read(cls, path: Path) -> Fault:
+    def read(cls, path: Path) -> "Fault":
         """Raises ValueError where the file is none."""
         head, *parts = path.read_text(encoding="utf-8").split("@@ ")
         what, *keys = head.strip().splitlines()

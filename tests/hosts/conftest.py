@@ -1,7 +1,5 @@
 """Emulated hosts. Without what they need the tests are skipped, with CI=true they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A public-style training script: tensor parallelism from the JSON file, no import of ds_ckpt."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """The emulated hosts themselves: separate, shaped, and gone afterwards whatever happens."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

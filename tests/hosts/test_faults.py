@@ -1,7 +1,5 @@
 """A fault on a node ends the run in time; the error names the node, and no process is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """`ds-ckpt measure` on emulated hosts: the experiment, going on after a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

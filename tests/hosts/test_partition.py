@@ -1,7 +1,5 @@
 """The mission in one launch: partition, CPU offload and Top-K from a JSON file, on two hosts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The link probe between emulated hosts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

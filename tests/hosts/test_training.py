@@ -1,7 +1,5 @@
 """The real `deepspeed --hostfile` on two hosts, over pdsh, with the plugin, and `measure` so."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

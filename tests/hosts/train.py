@@ -5,8 +5,6 @@ there, by the files' names, its losses and what its host's interface has sent, t
 `trained_<process>.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """The files that a bucket's gradients pass between DeepSpeed's call and the wire."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType, SimpleNamespace

@@ -1,7 +1,5 @@
 """The metric of the optimizer's steps, law 3 with it, and the correction of its momentum."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,7 +180,7 @@ class _Kernel:
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def load(self) -> _Kernel:
+    def load(self) -> "_Kernel":
         return self
 
     def create_adam(self, *_: Any) -> None: ...
