@@ -362,7 +362,7 @@ class Search:
             size,
             exchange,
             bucket=bucket_of(model, of.divisor),
-            weights=weights(of.weights, machine, size),
+            weights=weights(of.weights, machine, size, bytes_per_s),
             hpz=of.weights == HPZ,
             gathers_changed=is_replicated,
             gathers_twice=policy == OWN,
