@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ds_ckpt
+from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.engine import first_batch
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests import architectures
 from tests.distributed import models
@@ -71,6 +74,7 @@ def _train(
                 found.gradients += models.gradients(engine)
                 engine.step()
             found.plan, found.summary = session.activation_plan, session.summary
+            found.moved = session.offload.out.total() if session.offload else 0
             hooks = len(engine.module._forward_pre_hooks)
         finally:
             session.detach()
@@ -78,11 +82,28 @@ def _train(
     return found
 
 
+@contextmanager
+def _accelerator(rates: Rates | None) -> Iterator[None]:
+    """A CPU offloads nothing; let plans take it for an accelerator of these rates."""
+    planning = first_batch.FirstBatchPlanning
+    with ExitStack() as stack:
+        if rates is not None:
+            stack.enter_context(patch.object(first_batch, "measured_rates", return_value=rates))
+            stack.enter_context(patch.object(planning, "_host_bytes", return_value=2**40))
+        yield
+
+
 @once
-def _budgets(kind: str, shares: list[float], of: str = "activations", **extra: Any) -> Any:
+def _budgets(
+    kind: str,
+    shares: list[float],
+    of: str = "activations",
+    rates: Rates | None = None,
+    **extra: Any,
+) -> Any:
     """What no recompute holds, then by share of it what was planned and measured."""
     results = {}
-    with _engine(kind) as engine:
+    with _accelerator(rates), _engine(kind) as engine:
         plain = _train(engine, kind, {}, [12, 12])
         assert plain.plan is None
         for share in shares:
@@ -126,6 +147,20 @@ def test_offloaded_inputs_are_not_on_the_device() -> None:
     device = max(h + d for h, d in zip(ours.held, ours.on_device, strict=True))
     assert ours.plan.held_bytes == pytest.approx(device, rel=0.03)
     assert "in host memory" in " ".join(ours.lines) or ours.lines == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bus", "other"), [(0.7e9, "selective attention"), (1.35e9, "offload")])
+@ranks(2, timeout=280)
+def test_the_other_blocks_of_a_plan_are_offloaded_or_recomputed_by_the_bus(bus, other) -> None:
+    """Some blocks keep their activations; gradients are those without a plan."""
+    rates = Rates(1.1e10, 8.7e10, bus)
+    ours = _budgets("bart", [0.6], rates=rates, offload_min_bytes=0)[1][0.6]
+    assert set(ours.plan.choices) == {"none", other}
+    assert (ours.moved > 0) == (other == "offload")
+    device = max(h + d for h, d in zip(ours.held, ours.on_device, strict=True))
+    assert ours.plan.held_bytes == pytest.approx(device, rel=0.03)
+    assert device <= ours.budget
 
 
 @ranks(2, timeout=200)
