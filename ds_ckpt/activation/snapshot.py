@@ -164,7 +164,7 @@ def _add_to(state: State, seen: set[int], path: str, value: Any) -> None:
     identity = value if isinstance(value, int | float | str) else id(value)
     version: Any = version_of(value) if is_tensor else 0
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        version = hash(value.tobytes())
+        version = hash(value.tobytes()) if value.nbytes <= COPIED_BYTES else 0
     state[path] = (identity, version, value)
     if id(value) in seen or len(seen) > MAX_OBJECTS:
         return

@@ -101,9 +101,12 @@ def plan(
             best = search.best()
         show(search, best, Console(soft_wrap=True, highlight=False), details=details)
         for path, one in ((output, best), (plugin_output, search.best_with(plugin=True))):
-            if path and one:
+            if path and one is None:
+                typer.echo(f"{path} is not written: no setting with ds_ckpt fits", err=True)
+            elif path:
                 file = deepspeed_file(question, one.setting, one.plan)
                 text = json.dumps(file, indent=2) + "\n"
                 write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
                 if one.setting.policy == OWN:
-                    typer.echo(f"{path} does not switch on the model's own checkpointing", err=True)
+                    words = "call model.gradient_checkpointing_enable() in your script, too"
+                    typer.echo(f"{path}: {words}: no file switches that on", err=True)

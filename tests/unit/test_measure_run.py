@@ -126,6 +126,8 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
     CliRunner().invoke(app, ["measure", "--demo", "--baselines=zero1", "--methods=4bit"])
     assert specs[1].methods == ("4bit",)
     assert "none/stock/zero1" in [one.name for one in specs[1].configurations]
+    CliRunner().invoke(app, ["measure", "--demo", "--model=llama-1b"])
+    assert (specs.pop(2).model, len(specs)) == ("llama-1b", 2)
     CliRunner().invoke(app, ["measure"])
     assert specs[2].methods == Spec().methods == ("topk", "powersgd", "3bit")
     assert not specs[2].brief

@@ -346,13 +346,13 @@ def plan(*arguments: str) -> tuple[int, str]:
     [
         (
             "1 node x 2 A100",
-            ["Fastest: DeepSpeed alone", "With ds_ckpt:", "tokens/s", "Alternatives", "guess"],
+            ["Best: DeepSpeed alone", "With ds_ckpt:", "tokens/s", "Alternatives", "guess"],
             [0.9, 0.95],
         ),
         # 1 bit was compared with dense training with AdamW's b1 at 0.7
         (
             "2 nodes x 1 A100 80 GB, 0.05 Gbit/s",
-            ["Fastest: with ds_ckpt", "DeepSpeed alone:", "gradients 1bit", "0.7 and 0.95"],
+            ["Best: with ds_ckpt", "DeepSpeed alone:", "gradients 1bit", "0.7 and 0.95"],
             [0.7, 0.95],
         ),
     ],

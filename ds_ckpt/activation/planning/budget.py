@@ -373,7 +373,7 @@ class Planner:
         if fits > 0:
             was = allowance.micro_batch
             remedies.append(f"a micro-batch of {fits} instead of {was} (activations grow with it)")
-        words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items())
+        words = ", ".join(f"{what} {n / GIB:.3f}" for what, n in allowance.resident.items() if n)
         found = f"{allowance.budget_bytes / GIB:.6g} GiB for {allowance.of}"
         why = f"a batch of {self._tokens} tokens needs {_up(needed)} GiB at least"
         why += f", {beside / GIB:.3f} of them beside activations ({words})" if words else ""

@@ -83,6 +83,7 @@ class Model:
             self._subject = find_subject(name, replace(sizes, layers=SURVEYED))
         made = built_fake(self._subject, 1)
         model, self.tokens = made.model, tokens_of(made.batch)
+        self.has_own_checkpointing = getattr(model, "supports_gradient_checkpointing", False)
         blocks, self._modules = blocks_of(model, modules)
         blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
         names = {id(p): n for n, p in model.named_parameters()}

@@ -38,7 +38,7 @@ def show(search: Search, best: PlanOption, console: Console, *, details: bool = 
     )
     alone, ours = search.best_with(plugin=False), search.best_with(plugin=True)
     by = "with ds_ckpt" if best.setting.sections else "DeepSpeed alone"
-    console.print(f"[bold]Fastest:[/bold] {by}, {_line(search, best)}")
+    console.print(f"[bold]Best:[/bold] {by}, {_line(search, best)}")
     if alone is None or ours is None:
         console.print(f"{'With ds_ckpt' if ours is None else 'DeepSpeed alone'}: nothing fits")
     else:

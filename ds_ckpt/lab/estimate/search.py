@@ -301,7 +301,8 @@ class Search:
         if other is not None and other.fits:
             yield other
         is_alone = of.weights in DEEPSPEEDS and of.method.settings is None
-        if is_alone and has_block and sum(self._memory(of).values()) < self.question.capacity_bytes:
+        has_own = has_block and self.question.model.has_own_checkpointing
+        if is_alone and has_own and sum(self._memory(of).values()) < self.question.capacity_bytes:
             own = self.uniform(replace(of, policy=OWN), "block")
             yield from [own] * own.fits
 

@@ -54,14 +54,17 @@ if port:
         except OSError as error:
             sys.exit(f"port {port} is taken ({error}); name another: --port")
 versions = {m: importlib.metadata.version(m) for m in modules}
-versions["python"] = platform.python_version()
+versions["python"] = ".".join(platform.python_version_tuple()[:2])
 try:
     address = socket.gethostbyname(socket.gethostname())
 except OSError:
     address = ""
-with open("/proc/self/net/route") as file:
-    routes = [line.split() for line in file][1:]
-interface = next((route[0] for route in routes if route[1] == "00000000"), routes[0][0])
+try:
+    with open("/proc/self/net/route") as file:
+        routes = [line.split() for line in file][1:]
+except OSError:  # not Linux
+    routes = []
+interface = next((r[0] for r in sorted(routes, key=lambda r: r[1] != "00000000")), "none")
 found = {"versions": versions, "time_s": now, "address": address, "interface": interface}
 print(json.dumps(found))
 """
@@ -85,7 +88,7 @@ class Examined:
 
     Attributes:
         versions: Version of each module, and of Python.
-        ahead_s: What its clock is ahead of this one's at least, in seconds.
+        ahead_s: Minimum lead of its clock over this one's, in seconds.
         address: Address of its own name, to which gloo binds; empty: the name has none.
         interface: Interface of its default route.
     """
@@ -159,8 +162,8 @@ def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:
         return 255, f"no answer to ssh for {SSH_S:.0f} s"
     except FileNotFoundError as error:
         return 255, f"no {error.filename} on this machine"
-    said = result.stderr if result.returncode else result.stdout
-    output = (said or result.stdout).strip()
+    text = result.stderr if result.returncode else result.stdout
+    output = (text or result.stdout).strip()
     return result.returncode, f"ssh: {output}" if result.returncode == 255 else output
 
 
