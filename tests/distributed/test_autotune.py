@@ -34,9 +34,7 @@ def _row(slots: list[int], slow: str, **options: Any) -> Any:
 )
 @pytest.mark.sampled(2)
 @ranks()
-def test_the_shorter_step_is_chosen_by_all_ranks(
-    tmp_path: Path, slow: str, options: dict[str, Any]
-) -> None:
+def test_the_shorter_step_is_chosen_by_all_ranks(tmp_path, slow, options) -> None:
     """One mode is slow on the last rank's clock: compressed buckets, or those sent uncompressed or
     by DeepSpeed. An accumulated step that is exchanged once is compared with an uncompressed one.
     No residual is left when DeepSpeed takes over. A load compares anew."""

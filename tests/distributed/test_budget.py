@@ -229,9 +229,7 @@ def test_the_process_with_the_largest_batch_decides() -> None:
     ],
 )
 @ranks(2)
-def test_an_impossible_budget_is_refused_on_every_rank(
-    activation: dict[str, Any], words: list[str]
-) -> None:
+def test_an_impossible_budget_is_refused_on_every_rank(activation, words) -> None:
     with _engine("llama") as engine:
         plain = len(engine.module._forward_pre_hooks)
         with refused(*words):

@@ -111,9 +111,7 @@ SECTIONS = {
     ids=str,
 )
 @ranks()
-def test_an_exchange_that_sends_everything_equals_deepspeed(
-    kind: str, options: dict[str, Any]
-) -> None:
+def test_an_exchange_that_sends_everything_equals_deepspeed(kind, options) -> None:
     expected, ours = (trained(kind, section, 6, **options) for section in ({}, DENSE))
     assert not expected.active
     assert ours.active
@@ -193,9 +191,7 @@ def test_nothing_is_lost(slots: list[int], section: str, kind: str, accumulation
 )
 @pytest.mark.sampled(4)
 @ranks()
-def test_non_finite_passes_through(
-    section: str, options: str, value: str, where: tuple[int, int, str]
-) -> None:
+def test_non_finite_passes_through(section, options, value, where) -> None:
     victim, micro, name = where
     where = (victim, micro, f"model.{name}.weight")
     with fp16_on_cpu():
@@ -296,9 +292,7 @@ def _read(folder: Path, section: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.sampled(1)
-def test_another_world_size_keeps_the_sum(
-    world2: Any, world4: Any, tmp_path: Path, dtype: str
-) -> None:
+def test_another_world_size_keeps_the_sum(world2, world4, tmp_path, dtype) -> None:
     section = topk_section(topk={"density": 0.05}, error_feedback={"dtype": dtype})
     for before, after, tag in ((world2, world4, "2"), (world4, world2, "4")):
         saved = before.run(_saved, tmp_path, section, 3, tag)[0]

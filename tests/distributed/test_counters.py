@@ -69,9 +69,7 @@ def _counted(op: str) -> Any:
     ],
 )
 @pytest.mark.sampled(3)
-def test_counted_bytes_are_those_at_the_interface(
-    request: pytest.FixtureRequest, world: str, op: str
-) -> None:
+def test_counted_bytes_are_those_at_the_interface(request, world, op) -> None:
     found = request.getfixturevalue(world).run(_counted, op)[0]
     if found is None:
         reason = "needs root: in the common network other programs' bytes are counted too"

@@ -115,9 +115,7 @@ FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
 )
 @pytest.mark.sampled(2)
 @ranks(2)
-def test_a_run_that_skips_every_step_warns_once(
-    section: dict[str, Any], options: dict[str, Any], warns: bool
-) -> None:
+def test_a_run_that_skips_every_step_warns_once(section, options, warns) -> None:
     """One rank's gradients are not finite, in twelve steps."""
 
     def spoil(engine: Any, step: int, micro: int) -> None:

@@ -423,9 +423,7 @@ def _accelerated(folder: str, plan: str) -> dict[str, Any]:
     ids=str,
 )
 @ranks(2)
-def test_trainer_with_evaluation_accumulation_and_resume(
-    tmp_path: Path, plan: str, flags: dict[str, Any]
-) -> None:
+def test_trainer_with_evaluation_accumulation_and_resume(tmp_path, plan, flags) -> None:
     plain = _train_once(tmp_path / "plain", "stock", False)
     ours = _train_once(tmp_path / "ours", plan, False, **flags)
     assert len(ours["losses"]) == len(ours["evaluated"]) == 4

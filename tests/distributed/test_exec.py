@@ -81,9 +81,7 @@ def results(folder: Path, kind: str) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "words", [TORCHRUN, pytest.param(["deepspeed"], marks=pytest.mark.slow)], ids=lambda w: w[0]
 )
-def test_plugin_is_active_under_launcher(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugin_is_active_under_launcher(words, tmp_path, monkeypatch) -> None:
     """A section for those that have none, the script's own, and a wrong one at the end."""
     (tmp_path / "sitecustomize.py").write_text("print('the own sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -152,9 +150,7 @@ def test_accelerate_launch(way: str, tmp_path: Path) -> None:
         assert ("3-bit values" in session) == (way == "auto")
 
 
-def test_a_rank_without_the_plugin_is_named_on_every_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_the_plugin_is_named_on_every_other(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(environment.WAIT_VARIABLE, "5")
     bare = f'test "$RANK" != 1 || unset PYTHONPATH; exec {sys.executable} "$@"'
     words = ["torchrun", "--standalone", "--nproc_per_node=3", "--no_python", "sh", "-c", bare, "-"]

@@ -112,9 +112,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     ("fault", "ends_s"),
     [("killed in mid-exchange", 10), ("killed in mid-save", 10), ("stopped", WAIT_S + 10)],
 )
-def test_all_end_in_time_and_go_on_from_the_last_save(
-    world2: Any, tmp_path: Path, fault: str, ends_s: float
-) -> None:
+def test_all_end_in_time_and_go_on_from_the_last_save(world2, tmp_path, fault, ends_s) -> None:
     smooth, checkpoint, notes = (tmp_path / name for name in ("smooth", "checkpoint", "notes"))
     for folder in (smooth, checkpoint, notes):
         folder.mkdir()

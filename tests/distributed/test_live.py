@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from tests.distributed.training import captured_log, running
     [(0, "estimated", "weights"), pytest.param(4, "measured", "gather", marks=pytest.mark.slow)],
 )
 @ranks(1, 1)
-def test_the_parts_of_a_live_step(
-    tmp_path: Path, warmup_steps: int, how: str, weights: str
-) -> None:
+def test_the_parts_of_a_live_step(tmp_path, warmup_steps, how, weights) -> None:
     """Resident weights arrive as changes, others by gathers."""
     section = {
         **topk_section(warmup_steps=warmup_steps),

@@ -182,9 +182,7 @@ def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("kind", ["tp", "megatron", "sp", "mesh"])
-def test_methods_train_alike_with_and_without_offloaded_inputs(
-    world4: Any, kind: str, method: str
-) -> None:
+def test_methods_train_alike_with_and_without_offloaded_inputs(world4, kind, method) -> None:
     plain = world4.run(cases.run, kind, {"ds_ckpt": METHODS[method]}, 12, timeout=240)
     moved = world4.run(cases.run, kind, _with_inputs(kind, METHODS[method]), 12, timeout=240)
     for one, other in zip(plain, moved, strict=True):

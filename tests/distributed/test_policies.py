@@ -48,9 +48,7 @@ THIRDS = tuple(OTHERS[i::3] for i in range(3))
     ids=lambda given: " ".join(given) if isinstance(given, tuple) else f"{len(given)} ways",
 )
 @ranks(2, timeout=280)
-def test_gradients_are_bitwise_those_of_no_checkpointing(
-    kinds: tuple[str, ...], policies: list[tuple[str, bool]]
-) -> None:
+def test_gradients_are_bitwise_those_of_no_checkpointing(kinds, policies) -> None:
     """And no weight is gathered more often than twice a step, none is left gathered."""
     for kind in kinds:
         fresh()

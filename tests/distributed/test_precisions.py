@@ -90,9 +90,7 @@ def _preallocated() -> Iterator[None]:
     [([1, 1], "everything", 1), pytest.param([2, 2], "3 bits", 2, marks=SLOW)],
 )
 @ranks()
-def test_an_exchange_that_is_preallocated_at_attach_changes_no_bit(
-    section: str, accumulation: int
-) -> None:
+def test_an_exchange_that_is_preallocated_at_attach_changes_no_bit(section, accumulation) -> None:
     resident = {**SECTIONS[section], "weights": {"resident": True, "deltas": "none"}}
     with _preallocated():
         ours = trained("llama", resident, 3, accumulation=accumulation)

@@ -38,9 +38,7 @@ def _loaded(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str
 
 
 @pytest.mark.slow
-def test_universal_checkpoints_work_with_compression_on(
-    world2: Any, world4: Any, tmp_path: Path
-) -> None:
+def test_universal_checkpoints_work_with_compression_on(world2, world4, tmp_path) -> None:
     """They are DeepSpeed's way to another world; residuals come along, without a hand copy."""
     four = tmp_path / "on four"
     saved = world2.run(_saved, tmp_path)

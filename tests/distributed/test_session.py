@@ -124,9 +124,7 @@ def test_without_our_sections_it_is_plain_deepspeed(way: str) -> None:
     ids=["modules", "no modules", "method", "rule", "levels"],
 )
 @ranks()
-def test_what_does_not_fit_is_refused_and_leaves_deepspeed_untouched(
-    kind: str, section: dict[str, Any], words: list[str]
-) -> None:
+def test_what_does_not_fit_is_refused_and_leaves_deepspeed_untouched(kind, section, words) -> None:
     original = stage3.reduce_scatter_coalesced
     with refused(*words), running(kind, section):
         pass

@@ -53,9 +53,7 @@ def _validated(spec: TaskSpec, paths: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_processes_and_virtual_workers_come_to_the_same(
-    world2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_and_virtual_workers_come_to_the_same(world2, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(experiment, "SAMPLE_EVERY", 2)
     everything = files(tmp_path, list(SECTIONS))
     spec = dataclasses.replace(SPEC, accumulation=2)
@@ -102,9 +100,7 @@ def section(every_n_steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.sampled(1)
 @ranks(2)
-def test_falling_back_happens_everywhere_in_the_same_step(
-    tmp_path: Path, accumulation: int
-) -> None:
+def test_falling_back_happens_everywhere_in_the_same_step(tmp_path, accumulation) -> None:
     """Looked at in steps 2 and 4, both past the limit. A checkpoint keeps it."""
     back, seen = [], []
     with captured_log() as logged:

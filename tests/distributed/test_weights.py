@@ -1,7 +1,6 @@
 """Resident weights on real ZeRO-3 engines, on ranks that act as several nodes."""
 
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -62,9 +61,7 @@ def _plain(kind: str, steps: int) -> tuple[list[float], str]:
     ids=["DeepSpeed is quicker", "resident is quicker", "hpZ is quicker"],
 )
 @ranks()
-def test_weights_are_where_they_make_steps_shorter(
-    tmp_path: Path, resident_s: float, hpz: int
-) -> None:
+def test_weights_are_where_they_make_steps_shorter(tmp_path, resident_s, hpz) -> None:
     """The comparison changes no bit, all ranks agree, and a load compares anew."""
     is_resident, places = resident_s < 1, []
     with running("llama", config=resident_config(PLACED, hpz=hpz)) as engine:
@@ -167,9 +164,7 @@ def _of_one_zero_init(
 )
 @pytest.mark.sampled(2)
 @ranks()
-def test_two_models_divided_together_are_each_their_own(
-    kind: str, sections: list[dict[str, Any]], end: str, options: dict[str, Any]
-) -> None:
+def test_two_models_divided_together_are_each_their_own(kind, sections, end, options) -> None:
     ours = _of_one_zero_init(kind, sections, end, **options)
     assert ours == _of_one_zero_init(kind, [{}, {}], end, **options)
 
@@ -203,9 +198,7 @@ def _gathered_together(
 )
 @pytest.mark.sampled(1)
 @ranks(1, 1, timeout=90)
-def test_weights_of_two_models_are_written_together(
-    a: dict[str, Any], b: dict[str, Any], order: str, written: str
-) -> None:
+def test_weights_of_two_models_are_written_together(a, b, order, written) -> None:
     """A program that moves a teacher's weights does this."""
     plain = _gathered_together({"a": {}, "b": {}}, order, written)
     assert _gathered_together({"a": a, "b": b}, order, written) == plain
@@ -225,9 +218,7 @@ def test_weights_of_two_models_are_written_together(
 )
 @pytest.mark.sampled(2)
 @ranks()
-def test_a_budget_counts_what_a_host_keeps(
-    slots: list[int], kind: str, section: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_a_budget_counts_what_a_host_keeps(slots, kind, section, options) -> None:
     """Before the first batch, there in the plan, and between steps."""
     activation: dict[str, Any] = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
     if kind in models.PLAIN:

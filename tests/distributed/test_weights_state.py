@@ -347,9 +347,7 @@ def _write(engine: Any) -> None:
 )
 @pytest.mark.sampled(2)
 @ranks()
-def test_weights_that_the_user_writes_reach_every_node(
-    slots: list[int], kind: str, section: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_weights_that_the_user_writes_reach_every_node(slots, kind, section, options) -> None:
     """Plain DeepSpeed is the reference, for each of its ways to write weights."""
 
     def run(section: dict[str, Any]) -> Any:
@@ -454,9 +452,7 @@ def test_weights_loaded_into_a_running_engine_reach_every_node(tmp_path: Path) -
 
 
 @ranks(1, 1)
-def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(
-    tmp_path: Path,
-) -> None:
+def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(tmp_path) -> None:
     """A load raises when DeepSpeed has written frozen weights, and is caught."""
 
     def run(section: dict[str, Any]) -> Any:

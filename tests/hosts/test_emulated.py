@@ -51,9 +51,7 @@ def _counted(host: Host, column: int) -> int:
     return int(line.partition(":")[2].split()[column])
 
 
-def test_hosts_are_apart_and_reach_each_other_over_pdsh(
-    pdsh_hosts: EmulatedHosts, tmp_path: Path
-) -> None:
+def test_hosts_are_apart_and_reach_each_other_over_pdsh(pdsh_hosts, tmp_path) -> None:
     first, second = pdsh_hosts.hosts
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
@@ -145,9 +143,7 @@ def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_launch:
     assert not (Path("/dev/shm") / marker).exists()
 
 
-def test_a_hanging_launch_ends_in_time_and_names_the_place(
-    own_hosts: EmulatedHosts, tmp_path: Path
-) -> None:
+def test_a_hanging_launch_ends_in_time_and_names_the_place(own_hosts, tmp_path) -> None:
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
     started = time.monotonic()
     with pytest.raises(LaunchError, match=r"limit of 8 s") as caught:
@@ -166,9 +162,7 @@ def test_a_hanging_launch_ends_in_time_and_names_the_place(
         (False, "", ["the kernel refuses namespaces: no; docs/troubleshooting.md lists"]),
     ],
 )
-def test_what_is_missing_is_named(
-    pdsh: bool, absent: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(pdsh, absent, reasons, monkeypatch) -> None:
     monkeypatch.setattr(emulated, "tool", lambda name: None if name == absent else "/bin/true")
     monkeypatch.setattr(emulated, "_run", lambda _: subprocess.CompletedProcess([], 1, "", "no\n"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -147,9 +147,7 @@ def test_the_report_lies_there_with_its_run(measured: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_resident_weights_and_a_baseline_send_less_between_hosts(
-    can_emulate: None, tmp_path: Path
-) -> None:
+def test_resident_weights_and_a_baseline_send_less_between_hosts(can_emulate, tmp_path) -> None:
     """Two micro-steps in bf16: ZeRO-3 gathers four times, the others send weights once."""
     folder = tmp_path / "run"
     options = [f"--output={folder}", "--rates=unlimited", *LARGER, "--bf16", "--accumulation=2"]

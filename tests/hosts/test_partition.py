@@ -60,9 +60,7 @@ def _train(hosts: EmulatedHosts, folder: Path, **sections: Any) -> tuple[str, li
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_partition_offload_and_topk_from_a_json_file(
-    two_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partition_offload_and_topk_from_a_json_file(two_hosts, tmp_path, monkeypatch) -> None:
     """Partition and offload change no loss; bytes are those of the plan."""
     monkeypatch.setattr(two_hosts, "slots", 2)
     said, losses, logs = _train(two_hosts, tmp_path / "all", activation_checkpointing=PASTED)

@@ -35,9 +35,7 @@ def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHost
 
 
 @pytest.mark.timeout(120)
-def test_every_pair_is_measured_and_the_command_writes_json(
-    can_emulate: None, tmp_path: Path
-) -> None:
+def test_every_pair_is_measured_and_the_command_writes_json(can_emulate, tmp_path) -> None:
     out = tmp_path / "links.json"
     command = [sys.executable, "-m", "ds_ckpt.cli", "probe", "--hosts=3", "--rate=50mbit"]
     result = subprocess.run(

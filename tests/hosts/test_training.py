@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback, Prepared
-from ds_ckpt.lab.hosts.emulated import EmulatedHosts, namespace
+from ds_ckpt.lab.hosts.emulated import namespace
 from ds_ckpt.lab.hosts.launcher import remove_shared_buffers, run, run_in_foreground
 from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
 
@@ -62,9 +62,7 @@ def _losses(trained: Trained) -> list[list[Any]]:
 
 
 @pytest.mark.timeout(500)
-def test_two_hosts_train_as_one_machine_does_and_send_less(
-    pdsh_hosts: EmulatedHosts, two_hosts: EmulatedHosts, tmp_path: Path
-) -> None:
+def test_two_hosts_train_as_one_machine_does_and_send_less(pdsh_hosts, two_hosts, tmp_path) -> None:
     """Over pdsh as without a launcher."""
     alone = _train(Loopback(2), tmp_path / "alone")
     both = _train(pdsh_hosts, tmp_path / "both")
@@ -88,9 +86,7 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_openmpi_starts_the_plugin_on_both_hosts(
-    own_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openmpi_starts_the_plugin_on_both_hosts(own_hosts, tmp_path, monkeypatch) -> None:
     """Ranks are found by mpi4py."""
     if os.environ.get("CI") != "true" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun (Debian package openmpi-bin)")
@@ -102,9 +98,7 @@ def test_openmpi_starts_the_plugin_on_both_hosts(
 
 
 @pytest.mark.timeout(400)
-def test_a_hostfile_of_machines(
-    pdsh_hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostfile_of_machines(pdsh_hosts, tmp_path, monkeypatch) -> None:
     """The hosts are emulated, the way to them is that to real machines; two processes on each."""
     folder = tmp_path / "run"
     options = [f"--output={folder}", "--interface=eth0", *LARGER]

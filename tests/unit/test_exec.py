@@ -317,9 +317,7 @@ def _ms_swift(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", [_axolotl, _lightning, _ms_swift])
-def test_a_line_for_a_trainer_installs_the_plugin(
-    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_for_a_trainer_installs_the_plugin(trainer, tmp_path, monkeypatch) -> None:
     import deepspeed
 
     for name, text in INTERFACES.items():

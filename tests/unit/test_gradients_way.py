@@ -68,9 +68,7 @@ POWERSGD = {"exchange/low_rank.py", "compression/powersgd.py"}
         ("powersgd", {"rank": 2}, POWERSGD),
     ],
 )
-def test_a_gradient_passes_six_files(
-    method: str, values: dict[str, Any], files: set[str], local: int
-) -> None:
+def test_a_gradient_passes_six_files(method, values, files, local) -> None:
     world = 2 * local
     columns = [tuple(range(i, world, local)) for i in range(local)]
     everyone = VirtualWorld(world)

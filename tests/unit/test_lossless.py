@@ -55,9 +55,7 @@ def test_each_pattern_to_its_neighbours_and_to_the_farthest(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("numel", [1023, 1024, 1025, 3500])
-def test_bytes_do_not_depend_on_chunks_and_threads(
-    numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_do_not_depend_on_chunks_and_threads(numel, monkeypatch) -> None:
     old = torch.randn(numel).bfloat16()
     new = (old.float() + 1e-3 * torch.randn(numel)).bfloat16()
     payload = lossless.encode(old, new)
@@ -167,9 +165,7 @@ def check_kernels(old: Tensor, new: Tensor) -> None:
     spread=st.sampled_from([0, 1, 7, 100, 40_000]),
     share=st.sampled_from([0.02, 0.4, 1.0]),
 )
-def test_kernels_and_cpus_write_and_read_the_same_bytes(
-    seed: int, numel: int, dtype: torch.dtype, spread: int, share: float
-) -> None:
+def test_kernels_and_cpus_write_and_read_the_same_bytes(seed, numel, dtype, spread, share) -> None:
     old, new = (t.view(dtype) for t in any_change(seed, numel, spread, share))
     check_kernels(old, new)
 

@@ -162,9 +162,7 @@ def test_a_cluster_is_read_from_its_text() -> None:
 # The search.
 
 
-def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(monkeypatch) -> None:
     """All are simulated here, by the search few of those whose bytes or computing last longer."""
     calls = list[object]()
     monkeypatch.setattr(search_module, "simulate", lambda *a: calls.append(a) or simulate(*a))
