@@ -214,8 +214,7 @@ def _megatron(mpu: Any, model: Any, sections: dict[str, Any], *, way: str = "ini
 
 
 @pytest.mark.parametrize(
-    ("slots", "way", "dropout"),
-    [([2], "initialize", 0.3), ([2], "old", 0.0), ([4], "attach", 0.3)],
+    ("slots", "way", "dropout"), [([2], "initialize", 0.3), ([2], "old", 0.0), ([4], "attach", 0.3)]
 )
 @ranks()
 def test_a_megatron_style_mpu(way: str, dropout: float) -> None:

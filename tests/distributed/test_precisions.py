@@ -16,12 +16,7 @@ from tests.distributed import models
 from tests.distributed.models import quantize_section
 from tests.distributed.pool import ranks
 from tests.distributed.test_compression import OPTIONS, SECTIONS
-from tests.distributed.training import (
-    check_no_trace,
-    fp16_on_cpu,
-    largest_gap,
-    trained,
-)
+from tests.distributed.training import check_no_trace, fp16_on_cpu, largest_gap, trained
 
 SLOW = pytest.mark.slow
 

@@ -53,11 +53,7 @@ def _plain(kind: str, steps: int) -> tuple[list[float], str]:
 
 @pytest.mark.parametrize(
     ("slots", "resident_s", "hpz"),
-    [
-        (ONE, 2.0, 1),
-        pytest.param(ONE, 0.5, 1, marks=SLOW),
-        pytest.param(TWO, 2.0, 2, marks=SLOW),
-    ],
+    [(ONE, 2.0, 1), pytest.param(ONE, 0.5, 1, marks=SLOW), pytest.param(TWO, 2.0, 2, marks=SLOW)],
     ids=["DeepSpeed is quicker", "resident is quicker", "hpZ is quicker"],
 )
 @ranks()

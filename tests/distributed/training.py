@@ -271,10 +271,7 @@ def _full_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def check_non_finite(
-    section: dict[str, Any],
-    value: float,
-    where: tuple[int, int, str],
-    **options: Any,
+    section: dict[str, Any], value: float, where: tuple[int, int, str], **options: Any
 ) -> None:
     """Law 4: one entry that is not finite, at a rank, micro-step and parameter, skips that step.
 
