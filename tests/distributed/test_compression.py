@@ -442,9 +442,6 @@ def test_gradients_that_the_program_drops_leave_nothing(accumulation: int) -> No
     check_no_trace(drop, 2, SECTIONS["4 bits"], accumulation=accumulation)
 
 
-# two levels
-
-
 def _entries_held(section: dict[str, Any]) -> tuple[int, int, str]:
     """Entries of residuals that this process holds, those of their parameters, and the summary."""
     with running("llama", section) as engine:

@@ -255,9 +255,6 @@ def test_a_second_engine_takes_the_model_over(plans: tuple[str, str], way: str) 
     assert with_us["ended"] == (dist.get_rank() == 0)
 
 
-# the HF Trainer and accelerate, which call `deepspeed.initialize` themselves
-
-
 class _Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __init__(self, rows: int, first: int = 0) -> None:
         self._rows, self._first = rows, first

@@ -3,17 +3,38 @@
 Law 10: parameters that tensor-parallel ranks replicate stay equal to the bit.
 """
 
+import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils import groups
 
-from tests.distributed import cases_parallel as cases
+import ds_ckpt
+from ds_ckpt.engine import tuner as tuning
+from tests.distributed import models
 from tests.distributed.models import topk_section
-from tests.distributed.training import convert
+from tests.distributed.pool import fresh, hosts, once
+from tests.distributed.tensor_parallel import (
+    MegatronMpu,
+    ParallelModel,
+    across,
+    auto_tp,
+    neighbours,
+    ulysses_forgotten,
+)
+from tests.distributed.training import DENSE, convert
 
+SIZE = 2
+ULYSSES = ("sp", "mesh")
 METHODS = {
     "topk": topk_section(topk={"density": 0.05}),
     "quantize": topk_section(method="quantize", quantize={"bits": 3}),
@@ -23,13 +44,289 @@ METHODS = {
     ),
 }
 ACTIVATION: dict[str, Any] = {"policy": "block", "offload_min_bytes": 0}
-DENSE = {"compression": {"method": "dense"}}
+
+
+class _MeanOfTokens(torch.autograd.Function):
+    """The mean loss over a sequence's ranks. Each calls backward, and ZeRO-3 takes the mean of all.
+
+    Backward of torch's differentiable all-gather takes ranks of a group for those of the world.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, group: Any) -> torch.Tensor:
+        both = torch.stack([own.detach() * count, count.float()])
+        dist.all_reduce(both, group=group)
+        ctx.weight = dist.get_world_size(group) * count / both[1]
+        return both[0] / both[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.weight, None, None
+
+
+def _sequence_parallel(model: Any) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model, "sdpa", sequence_parallel_size=SIZE, micro_batch_size=2
+    )
+
+
+@contextmanager
+def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[Any]:
+    """An engine of two by two ranks.
+
+    Args:
+        kind: "tp" (AutoTP), "init" (of a model made in zero.Init), "megatron" (an mpu), "sp"
+            (Ulysses, with the mpu that it returns) or "mesh" (Ulysses, with JSON keys alone, from
+            which DeepSpeed makes a device mesh).
+    """
+    fresh()
+    config = models.zero3_config(**{"clip": 1.0, **options}, **sections)
+    arguments: dict[str, Any] = {}
+    with ulysses_forgotten(), auto_tp(SIZE) if kind in ("tp", "init") else nullcontext():
+        if kind in ("tp", "init"):
+            config["tensor_parallel"] = {"autotp_size": SIZE}
+        if kind in ULYSSES:
+            config["sequence_parallel_size"] = SIZE
+        if kind == "mesh":
+            config["data_parallel_size"] = SIZE
+        if kind == "megatron":
+            arguments["mpu"] = mpu = MegatronMpu(neighbours(SIZE), across(SIZE))
+            model: Any = ParallelModel(mpu.get_model_parallel_group())
+        elif kind == "init":
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = models.build("llama")
+        else:
+            model = models.build("llama")
+        if kind == "tp":  # embeddings and head, the largest matrices, are replicated
+            for name in ("lm_head", "model.embed_tokens"):
+                model._tp_plan.pop(name, None)
+        if kind in ULYSSES:
+            mpu = _sequence_parallel(model)
+            arguments = {"mpu": mpu} if kind == "sp" else {}
+        parameters = list(model.parameters())
+        engine, *_ = ds_ckpt.initialize(
+            model=model, model_parameters=parameters, config=config, **arguments
+        )
+        engine.train()
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            groups.mesh_device = None
+
+
+def loss_at(engine: Any, kind: str, step: int) -> torch.Tensor:
+    replica = dist.get_rank() // SIZE
+    if kind == "megatron":
+        generator = torch.Generator().manual_seed(1000 * step + replica)
+        return engine(torch.randn(2, 5, 7, generator=generator))  # type: ignore[no-any-return]
+    data = models.batch("llama", step, replica)
+    if kind not in ULYSSES:
+        return models.loss_of(engine(**data))
+    tokens, labels = data["input_ids"], data["labels"].roll(-1, 1)
+    labels[:, -1] = -100
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    own = [x.chunk(SIZE, 1)[dist.get_rank() % SIZE] for x in (tokens, labels, places)]
+    logits = engine(input_ids=own[0], position_ids=own[2]).logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, own[1].flatten())
+    group = parallel_state_sp.get_sequence_parallel_group()
+    return _MeanOfTokens.apply(loss, (own[1] != -100).sum(), group)  # type: ignore[no-any-return]
+
+
+def _train(engine: Any, kind: str, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_at(engine, kind, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def digests(engine: Any) -> dict[str, str]:
+    """By name, of this rank's shard without padding."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        part = parameter.ds_tensor.detach().flatten()
+        start = dist.get_rank(parameter.ds_process_group) * part.numel()
+        real = part[: max(0, min(part.numel(), parameter.ds_numel - start))].contiguous()
+        found[name] = hashlib.sha256(real.view(torch.uint8).numpy()).hexdigest()
+    return found
+
+
+def _owed(engine: Any) -> dict[str, torch.Tensor]:
+    """Residuals summed over the ranks that exchange."""
+    sums = {}
+    for name, residual in sorted(ds_ckpt.session_of(engine).residuals.items()):
+        sums[name] = residual.double()
+        dist.all_reduce(sums[name], group=engine.optimizer.dp_process_group)
+    return sums
+
+
+@once(when=lambda kind, sections, *_, **__: not sections)
+def run(
+    kind: str,
+    sections: dict[str, Any],
+    steps: int,
+    *,
+    slots: list[int] | None = None,
+    skewed: bool = False,
+    save: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Train; what the weights were and are, and what is said.
+
+    Args:
+        slots: pretended nodes of so many ranks.
+        skewed: every other rank's clock finds compressed steps fast, and the others' slow; a
+            comparison then has one step of each.
+        save: a folder, written two steps before the end.
+    """
+    before, tuning.COUNTED_STEPS = tuning.COUNTED_STEPS, 1 if skewed else tuning.COUNTED_STEPS
+    try:
+        with (
+            hosts(slots or [dist.get_world_size()]),
+            engine_of(kind, sections, **options) as engine,
+        ):
+            session, start = ds_ckpt.session_of(engine), digests(engine)
+            if skewed:
+                _skew(session.exchange.step.tuner)
+            losses = _train(engine, kind, 0, steps - 2)
+            owed = _owed(engine) if session else {}
+            if save:
+                engine.save_checkpoint(save, tag="good")
+            losses += _train(engine, kind, steps - 2, steps)
+            tuner = session.exchange.step.tuner if session and session.exchange else None
+            return {
+                "losses": losses,
+                "start": start,
+                "end": digests(engine),
+                "owed": owed,
+                "choice": tuner.choice if tuner else None,
+                "summary": session.summary if session else "",
+                "moved": session.offload.out.total() if session and session.offload else 0,
+                "kept": dict(session.partition.kept_bytes) if session and session.partition else {},
+                "skipped": int(engine.skipped_steps),
+            }
+    finally:
+        tuning.COUNTED_STEPS = before
+
+
+def _skew(tuner: Any) -> None:
+    def seconds() -> float:
+        is_fast = (tuner.current == "compressed") == (dist.get_rank() % SIZE == 0)
+        return 1.0 if is_fast else 4.0 if tuner.current == "compressed" else 2.0
+
+    models.set_clock(tuner, seconds)
+
+
+def resume(
+    kind: str,
+    sections: dict[str, Any],
+    folder: str,
+    bad: list[str],
+    first: int,
+    last: int,
+    *,
+    tag: str = "good",
+    **options: Any,
+) -> dict[str, Any]:
+    """Load tags that are refused, then a good one, and train on."""
+    with engine_of(kind, sections, **options) as engine:
+        _train(engine, kind, 50, 51)
+        weights, owed, said = digests(engine), _owed(engine), {}
+        for name in bad:
+            try:
+                engine.load_checkpoint(folder, tag=name)
+            except (ds_ckpt.StateError, ZeRORuntimeException) as error:
+                said[name] = str(error)
+        same = weights == digests(engine) and _equal(owed, _owed(engine))
+        engine.load_checkpoint(folder, tag=tag)
+        owed = _owed(engine)
+        losses = _train(engine, kind, first, last)
+        return {
+            "said": said,
+            "unchanged": same,
+            "owed": owed,
+            "losses": losses,
+            "end": digests(engine),
+        }
+
+
+def _equal(some: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == other.keys() and all(torch.equal(some[n], other[n]) for n in some)
+
+
+def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
+    """Law 3 in a step: the largest gap, relative, of what came in against what is left and owed."""
+    with engine_of(kind, sections, bucket=10**7) as engine:
+        _train(engine, kind, 0, steps)
+        group = engine.optimizer.dp_process_group
+        session, before, seen = ds_ckpt.session_of(engine), _owed(engine), {}
+        exchange = session.exchange.step
+        choose = exchange.choose_reduction
+
+        def watched(names: Any, loss_scale: float) -> Any:
+            reduction = choose(names, loss_scale)
+
+            def reduce(tensors: Any) -> Any:
+                given = [t.double().flatten() for t in tensors]
+                result = reduction(tensors)
+                seen.update(zip(names, zip(given, result, strict=True), strict=True))
+                return result
+
+            return reduction and reduce
+
+        exchange.choose_reduction = watched
+        _train(engine, kind, steps, steps + 1)
+        after, worst = _owed(engine), 0.0
+        world, me = dist.get_world_size(group), dist.get_rank(group)
+        for name, left in after.items():
+            given, delivered = seen[name]
+            dist.all_reduce(given, group=group)
+            put_in = before[name] + given / world
+            whole = torch.zeros(-(-len(given) // world) * world, dtype=torch.float64)
+            start = me * (len(whole) // world)
+            whole[start : start + len(delivered)] = delivered.double()
+            dist.all_reduce(whole, group=group)
+            gap = (put_in - whole[: len(given)] - left).abs().max() / put_in.abs().max()
+            worst = max(worst, float(gap))
+        assert after
+        return worst
+
+
+def poisoned(kind: str, sections: dict[str, Any], name: str, ranks: list[int]) -> dict[str, Any]:
+    """A gradient is NaN in one step on some ranks: what that leaves."""
+    with engine_of(kind, sections) as engine:
+        _train(engine, kind, 0, 3)
+        weights, owed = digests(engine), _owed(engine)
+        if dist.get_rank() in ranks:
+            parameter = dict(engine.module.named_parameters())[name]
+            handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
+        _train(engine, kind, 3, 4)
+        if dist.get_rank() in ranks:
+            handle.remove()
+        same = weights == digests(engine) and _equal(owed, _owed(engine))
+        _train(engine, kind, 4, 5)
+        return {"same": same, "skipped": int(engine.skipped_steps)}
+
+
+def refused(kind: str, sections: dict[str, Any], slots: list[int]) -> str:
+    """The words of the error at the start, if there is one."""
+    try:
+        with hosts(slots), engine_of(kind, sections) as engine:
+            _train(engine, kind, 0, 1)
+            return ""
+    except ds_ckpt.UnsupportedError as error:
+        return str(error)
 
 
 def _with_inputs(kind: str, section: dict[str, Any]) -> dict[str, Any]:
     """Checkpointed blocks whose inputs go to the host, split first with tensor parallelism."""
     activation, inputs = {**ACTIVATION}, {"cpu_checkpointing": True}
-    if kind not in cases.ULYSSES:
+    if kind not in ULYSSES:
         activation["partition_min_bytes"] = 0
         inputs["partition_activations"] = True
     if kind == "megatron":
@@ -52,9 +349,9 @@ def _check_replicas(ranks: list[Any]) -> None:
 @pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
 def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
     """Bucket by bucket; with a sum of two ranks there is one order, with four there are more."""
-    stock = world4.run(cases.run, kind, {}, 4, timeout=240)
+    stock = world4.run(run, kind, {}, 4, timeout=240)
     sections = {"ds_ckpt": DENSE} if kind == "mesh" else _with_inputs(kind, DENSE)
-    ours = world4.run(cases.run, kind, sections, 4, timeout=240)
+    ours = world4.run(run, kind, sections, 4, timeout=240)
     for expected, got in zip(stock, ours, strict=True):
         if kind == "tp":
             assert got["end"] == expected["end"]
@@ -67,7 +364,7 @@ def test_replicas_stay_equal_where_ranks_disagree_on_times(world4: Any) -> None:
     section = topk_section(
         method="quantize", quantize={"bits": 3}, exchange={"autotune": True}, warmup_steps=1
     )
-    ranks = world4.run(cases.run, "tp", {"ds_ckpt": section}, 9, skewed=True, timeout=240)
+    ranks = world4.run(run, "tp", {"ds_ckpt": section}, 9, skewed=True, timeout=240)
     assert {rank["choice"] for rank in ranks} == {"deepspeed"}
     _check_replicas(ranks)
 
@@ -82,7 +379,7 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
     """
     compression = {**METHODS[method]["compression"], "error_feedback": {"dtype": "bf16"}}
     sections = _with_inputs("tp", {"compression": compression})
-    saved = world4.run(cases.run, "tp", sections, 5, save=str(tmp_path), timeout=240)
+    saved = world4.run(run, "tp", sections, 5, save=str(tmp_path), timeout=240)
     _check_replicas(saved)
     good = tmp_path / "good"
     names = sorted(p.name for p in good.glob("ds_ckpt_residuals_*"))
@@ -113,7 +410,7 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
         path.rename(path.with_name(name.replace("of02_", "of04_")))
         (tmp_path / "whole" / name).unlink()
         (tmp_path / "whole" / name.replace("mp00of02_", "")).write_bytes(b"")
-    loaded = world4.run(cases.resume, "tp", sections, str(tmp_path), list(bad), 3, 5, timeout=240)
+    loaded = world4.run(resume, "tp", sections, str(tmp_path), list(bad), 3, 5, timeout=240)
     for before, after in zip(saved, loaded, strict=True):
         assert after["unchanged"]
         assert {tag: words for tag, words in bad.items() if words not in after["said"][tag]} == {}
@@ -128,10 +425,10 @@ def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
 ) -> None:
     """DeepSpeed loads a universal checkpoint alone; other tensor-parallel sizes start at 0."""
     sections, folder = {"ds_ckpt": METHODS[method]}, str(tmp_path)
-    saved = world4.run(cases.run, "tp", sections, 5, save=folder, timeout=240)
+    saved = world4.run(run, "tp", sections, 5, save=folder, timeout=240)
     universal = convert(tmp_path, "good")
     how = {"checkpoint": {"load_universal": True}, "tag": universal.name, "timeout": 240}
-    loaded = world2.run(cases.resume, "tp", sections, folder, [], 3, 5, **how)
+    loaded = world2.run(resume, "tp", sections, folder, [], 3, 5, **how)
     for before, after in zip(saved[:2], loaded, strict=True):
         assert after["losses"][0] == pytest.approx(before["losses"][3], abs=1e-6)
         assert before["owed"].keys() == after["owed"].keys()
@@ -142,7 +439,7 @@ def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
     for path in (tmp_path / "without").glob("ds_ckpt_residuals_*"):
         path.unlink()
     how["tag"] = "without"
-    for rank in world2.run(cases.resume, "data", sections, folder, [universal.name], 3, 5, **how):
+    for rank in world2.run(resume, "data", sections, folder, [universal.name], 3, 5, **how):
         assert rank["unchanged"]
         assert "model slices mp00of02, mp01of02" in rank["said"][universal.name]
         assert "remove the ds_ckpt_residuals_* files" in rank["said"][universal.name]
@@ -155,10 +452,10 @@ def test_a_megatron_style_mpu(world4: Any, name: str) -> None:
     """Blocks of plain PyTorch, whose slices have equal names and other values: dense to the bit."""
     section = DENSE if name == "dense" else METHODS[name]
     activation = {"modules": ["ParallelBlock"], "partition_min_bytes": 0, "policy": "block"}
-    stock = world4.run(cases.run, "megatron", {}, 4)
+    stock = world4.run(run, "megatron", {}, 4)
     inputs = {"activation_checkpointing": {"partition_activations": True}}
     ours = {"ds_ckpt": {"activation": activation, **section}, **inputs}
-    ranks = world4.run(cases.run, "megatron", ours, 4)
+    ranks = world4.run(run, "megatron", ours, 4)
     for expected, got in zip(stock, ranks, strict=True):
         assert (got["end"] == expected["end"]) == (name == "dense")
         assert got["kept"]
@@ -167,7 +464,7 @@ def test_a_megatron_style_mpu(world4: Any, name: str) -> None:
 
 def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
     """Residuals are in units of the mean over all ranks that share a parameter."""
-    for worst in world4.run(cases.conservation, "sp", {"ds_ckpt": METHODS["topk"]}, 1):
+    for worst in world4.run(conservation, "sp", {"ds_ckpt": METHODS["topk"]}, 1):
         assert worst < 1e-5
 
 
@@ -175,7 +472,7 @@ def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
 @pytest.mark.parametrize("kind", ["tp", "megatron", "mesh"])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
-    for worst in world4.run(cases.conservation, kind, {"ds_ckpt": METHODS[method]}, 2):
+    for worst in world4.run(conservation, kind, {"ds_ckpt": METHODS[method]}, 2):
         assert worst < 3e-5
 
 
@@ -183,8 +480,8 @@ def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("kind", ["tp", "megatron", "sp", "mesh"])
 def test_methods_train_alike_with_and_without_offloaded_inputs(world4, kind, method) -> None:
-    plain = world4.run(cases.run, kind, {"ds_ckpt": METHODS[method]}, 12, timeout=240)
-    moved = world4.run(cases.run, kind, _with_inputs(kind, METHODS[method]), 12, timeout=240)
+    plain = world4.run(run, kind, {"ds_ckpt": METHODS[method]}, 12, timeout=240)
+    moved = world4.run(run, kind, _with_inputs(kind, METHODS[method]), 12, timeout=240)
     for one, other in zip(plain, moved, strict=True):
         assert one["end"] == other["end"]
         assert one["losses"] == other["losses"]
@@ -199,10 +496,10 @@ def test_methods_train_alike_with_and_without_offloaded_inputs(world4, kind, met
 @pytest.mark.parametrize("method", ["topk", "quantize", "powersgd"])
 def test_state_is_resumed_to_the_bit(world4: Any, tmp_path: Path, method: str, kind: str) -> None:
     sections = _with_inputs(kind, METHODS[method])
-    saved = world4.run(cases.run, kind, sections, 5, save=str(tmp_path), timeout=240)
+    saved = world4.run(run, kind, sections, 5, save=str(tmp_path), timeout=240)
     names = "mp0?of02_0000?_of_00002.*" if kind == "megatron" else "0000?_of_00004.*"
     assert len(list((tmp_path / "good").glob(f"ds_ckpt_residuals_{names}"))) == 4
-    loaded = world4.run(cases.resume, kind, sections, str(tmp_path), [], 3, 5, timeout=240)
+    loaded = world4.run(resume, kind, sections, str(tmp_path), [], 3, 5, timeout=240)
     for before, after in zip(saved, loaded, strict=True):
         assert after["losses"] == before["losses"][-2:]
         assert after["end"] == before["end"]
@@ -214,9 +511,9 @@ def test_state_is_resumed_to_the_bit(world4: Any, tmp_path: Path, method: str, k
 def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, deltas: str) -> None:
     """Two nodes of two: tensor- and sequence-parallel ranks share a node."""
     bf16 = {"bf16": {"enabled": True}}
-    stock = world4.run(cases.run, kind, {}, 5, timeout=240, **bf16)
+    stock = world4.run(run, kind, {}, 5, timeout=240, **bf16)
     section = {"weights": {"resident": True, "deltas": deltas}}
-    ours = world4.run(cases.run, kind, {"ds_ckpt": section}, 5, slots=[2, 2], timeout=240, **bf16)
+    ours = world4.run(run, kind, {"ds_ckpt": section}, 5, slots=[2, 2], timeout=240, **bf16)
     for expected, got in zip(stock, ours, strict=True):
         assert "resident on each of 2 nodes" in got["summary"]
         assert got["losses"] == expected["losses"]
@@ -226,15 +523,15 @@ def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, delt
 @pytest.mark.slow
 def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
     """Those that zero.Init made, and AutoTP left whole, are sharded over all ranks."""
-    stock = world4.run(cases.run, "init", {}, 4, timeout=240)
-    dense = world4.run(cases.run, "init", {"ds_ckpt": DENSE}, 4, timeout=240)
+    stock = world4.run(run, "init", {}, 4, timeout=240)
+    dense = world4.run(run, "init", {"ds_ckpt": DENSE}, 4, timeout=240)
     for expected, same in zip(stock, dense, strict=True):
         assert same["end"] == expected["end"]
         assert "left to DeepSpeed, as another process group shards them, on" in same["summary"]
-    for worst in world4.run(cases.conservation, "init", {"ds_ckpt": METHODS["topk"]}, 2):
+    for worst in world4.run(conservation, "init", {"ds_ckpt": METHODS["topk"]}, 2):
         assert worst < 3e-5
     resident = {"ds_ckpt": {"weights": {"resident": True}}}
-    for words in world4.run(cases.refused, "init", resident, [2, 2]):
+    for words in world4.run(refused, "init", resident, [2, 2]):
         assert "several process groups" in words
 
 
@@ -242,16 +539,16 @@ def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
 def test_groups_that_lie_otherwise_on_nodes_decide_together(world4: Any) -> None:
     """Ranks 0 and 2 are on two nodes, 1 and 3 on one: nobody waits for a group of the others."""
     resident = {"ds_ckpt": {"weights": {"resident": True}}}
-    for words in world4.run(cases.refused, "megatron", resident, [1, 3], timeout=60):
+    for words in world4.run(refused, "megatron", resident, [1, 3], timeout=60):
         assert "process groups are divided over nodes unequally" in words
 
 
 @pytest.mark.slow
 def test_groups_that_lie_otherwise_on_nodes_have_one_level(world4: Any) -> None:
     section = {"ds_ckpt": topk_section(exchange={"levels": 2})}
-    for words in world4.run(cases.refused, "tp", section, [1, 3]):
+    for words in world4.run(refused, "tp", section, [1, 3]):
         assert "process groups are divided over nodes unequally" in words
-    ranks = world4.run(cases.run, "tp", {"ds_ckpt": METHODS["topk"]}, 4, slots=[1, 3])
+    ranks = world4.run(run, "tp", {"ds_ckpt": METHODS["topk"]}, 4, slots=[1, 3])
     _check_replicas(ranks)
 
 
@@ -270,5 +567,5 @@ def test_a_step_with_nan_is_skipped_by_all(world4: Any, kind: str, names: list[s
     for name in names:
         for ranks in ([2, 3], [3]):
             section = {"ds_ckpt": METHODS["quantize"]}
-            for rank in world4.run(cases.poisoned, kind, section, name, ranks):
+            for rank in world4.run(poisoned, kind, section, name, ranks):
                 assert rank == {"same": True, "skipped": 1}, (name, ranks)

@@ -11,8 +11,8 @@ from deepspeed.utils import safe_get_local_grad
 import ds_ckpt
 from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
-from tests.distributed.cases_parallel import engine_of, loss_at
 from tests.distributed.pool import ranks
+from tests.distributed.test_parallel import engine_of, loss_at
 from tests.distributed.training import DENSE, running
 
 

@@ -4,9 +4,19 @@ A row: keys as in tests/unit/test_config_problems.py, then `ok` (both accept), t
 refuse, or `?` and the path of the condition that validate announces and the start refuses.
 """
 
+import contextlib
+import copy
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from tests.distributed import cases_validate
+import torch.distributed as dist
+
+import ds_ckpt
+from ds_ckpt.cli.validate import check_file
+from tests.distributed import models
+from tests.distributed.pool import fresh
 from tests.distributed.training import trained
 from tests.unit.test_config_problems import config_of, full
 
@@ -55,6 +65,36 @@ a.policy=block fp16.enabled=true -> ? $.fp16.enabled
 """
 
 
+def answers(configs: list[dict[str, Any]]) -> list[tuple[list[str], list[str], str]]:
+    """Of each configuration: the paths that validate refuses and announces, and start's error."""
+    is_first = dist.get_rank() == 0
+    nothing: tuple[list[str], list[str]] = ([], [])
+    return [(*(_validated(c) if is_first else nothing), _started(c)) for c in configs]
+
+
+def _validated(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "zero3.json")
+        path.write_text(json.dumps(config))
+        result = check_file(path, dist.get_world_size())
+    announced = [words.partition(": ")[0] for words in result.get("conditions", ())]
+    return [problem["where"] for problem in result["problems"]], announced
+
+
+def _started(config: dict[str, Any]) -> str:
+    fresh()
+    model = models.build("llama")
+    try:
+        engine, *_ = ds_ckpt.initialize(
+            model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config)
+        )
+    except Exception as error:
+        return str(error) or type(error).__name__
+    with contextlib.suppress(Exception):
+        engine.destroy()
+    return ""
+
+
 def test_validate_and_start_agree(world2: Any) -> None:
     rows = [row.split(" -> ") for row in ROWS.strip().splitlines()]
     defaults = config_of('optimizer={"type":"AdamW","params":{"lr":0.01,"torch_adam":true}}')
@@ -65,7 +105,7 @@ def test_validate_and_start_agree(world2: Any) -> None:
         optimizer = {**defaults["optimizer"], **written.get("optimizer", {})}
         micro = {"train_micro_batch_size_per_gpu": 2}
         configs.append({**defaults, **micro, **written, "optimizer": optimizer})
-    found = world2.run(cases_validate.answers, configs, timeout=240)[0]
+    found = world2.run(answers, configs, timeout=240)[0]
     for (keys, expected), (refused, announced, error) in zip(rows, found, strict=True):
         if expected == "ok":
             assert (refused, error) == ([], ""), keys
@@ -79,9 +119,22 @@ def test_validate_and_start_agree(world2: Any) -> None:
             assert error, keys
 
 
+def pasted_without_group() -> dict[str, Any]:
+    """Train with `partition_activations` on ranks that are data-parallel alone."""
+    fresh()
+    section = {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}
+    engine = models.start("llama", models.zero3_config(activation_checkpointing=section))
+    session = ds_ckpt.session_of(engine)
+    assert session is not None
+    losses = models.train(engine, "llama", 2)
+    found = {"losses": losses, "summary": session.summary, "partition": session.partition}
+    engine.destroy()
+    return found
+
+
 def test_a_pasted_section_trains_without_a_tensor_parallel_group(world2: Any) -> None:
     plain = world2.run(trained, "llama", {}, 2)
-    for stock, ours in zip(plain, world2.run(cases_validate.pasted_without_group), strict=True):
+    for stock, ours in zip(plain, world2.run(pasted_without_group), strict=True):
         assert ours["losses"] == stock.losses
         assert ours["partition"] is None
         assert "host memory" in ours["summary"]

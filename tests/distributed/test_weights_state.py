@@ -365,9 +365,6 @@ def test_weights_that_the_user_writes_reach_every_node(slots, kind, section, opt
     assert run(section) == run({})
 
 
-# across runs
-
-
 def _continued(engine: Any) -> tuple[Any, ...]:
     """Return the results of an engine that has made 2 of 4 steps."""
     evaluated = _evaluate(engine, "llama")
@@ -474,9 +471,6 @@ def test_a_load_that_was_refused_half_way_leaves_hosts_with_what_owners_have(tmp
             return evaluated, losses, models.weights_digest(engine)
 
     assert run(LOSSLESS) == run({})
-
-
-# what is left behind
 
 
 @ranks(1, 1)

@@ -109,9 +109,6 @@ class OnGpus:
         return found
 
 
-# ---- 1: host waits
-
-
 @pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
 @pytest.mark.sampled(9)
 def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int) -> None:
@@ -162,9 +159,6 @@ def test_a_flag_is_sent_without_being_read(method: str, bad: float) -> None:
     assert processes.verdict() == [1] * 3
 
 
-# ---- 2: launches
-
-
 @pytest.mark.parametrize("method", ["uncompressed", "2 bits", "blocks", "low rank"])
 @pytest.mark.parametrize("local", [1, 2])
 @pytest.mark.sampled(3)
@@ -181,9 +175,7 @@ def test_kernels_do_not_grow_with_processes(method: str, local: int) -> None:
     assert counts[16] <= 2.5 * counts[2]
 
 
-# ---- 3, 12: what an exchange needs is there before the first backward
-
-
+# what an exchange needs is there before the first backward
 @pytest.mark.parametrize(
     ("method", "local", "holds"),
     [*((method, 1, False) for method in METHODS), ("3 bits", 2, True), (BESIDE, 1, True)],
@@ -239,9 +231,6 @@ def _messages(processes: OnGpus) -> list[tuple[str, str, tuple[int, ...]]]:
             for name in ("all_to_all", "all_reduce"):
                 setattr(transport, name, noting(getattr(transport, name), level, name))
     return sent
-
-
-# ---- 4, 5: surroundings
 
 
 @contextlib.contextmanager
@@ -339,9 +328,6 @@ def test_every_operator_of_entropy_coding_has_a_deterministic_form_on_cuda() -> 
     with Gpu(plain=True).watched():
         codec.pack_rows(values, payloads)
         codec.unpack_add_rows(payloads, torch.zeros(5000))
-
-
-# ---- memory
 
 
 @pytest.mark.parametrize("residual_dtype", ["fp32", "bf16", "int8"])

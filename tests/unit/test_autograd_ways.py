@@ -31,9 +31,6 @@ class Way(NamedTuple):
     check: int = 0
 
 
-# steps
-
-
 def _third_order(model: nn.Module) -> list[Tensor]:
     x = data().requires_grad_()
     (first,) = torch.autograd.grad(model(x), x, create_graph=True)
@@ -125,9 +122,6 @@ def _hooks(model: Any) -> list[Tensor]:
     gradients = [h.grad for h in held[:3]]  # those of the forward; a recompute makes others
     assert all(g is not None for g in gradients)
     return [torch.tensor(counted[0]), *gradients]  # type: ignore[list-item]
-
-
-# blocks, and what goes from one to the next
 
 
 def _noisy(x: Tensor) -> Tensor:
@@ -418,8 +412,6 @@ def test_tensor_parallel_random_states(kind: Any) -> None:
     assert not all(map(torch.equal, plain, without))
 
 
-# Hugging Face's caches, and copies of a model
-
 POLICIES = pytest.mark.parametrize("kind", ["block", "attention", "segments"])
 
 
@@ -506,9 +498,6 @@ def test_a_copy_of_a_model_runs_its_own_weights(kind: Any) -> None:
         one(**batch("llama")).loss.backward()
     assert not _gradients(model)
     assert equal(_gradients(twin), _gradients(reference))
-
-
-# threads, graphs that are dropped
 
 
 def test_threads_share_a_model_and_its_host_memory() -> None:

@@ -207,9 +207,6 @@ def test_former_steps_are_not_held_by_what_a_block_keeps(kind: str) -> None:
     assert [ref() is not None for ref in left] == [False] * 3 + [True]
 
 
-# arguments
-
-
 class State:
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -278,9 +275,6 @@ def test_a_generator_goes_on_as_without_checkpointing(kind: str) -> None:
         return [given[0].get_state()]
 
     same(make, kind, step)
-
-
-# refused, by name
 
 
 def _large(m: Any, x: Tensor) -> Tensor:
@@ -433,9 +427,6 @@ def test_a_weight_is_refused_too_below_frozen_blocks(saved: str) -> None:
         loss.backward()
 
 
-# what is not restored is found
-
-
 class Counter:
     def __init__(self) -> None:
         self.count, self.deep = 0, {"a": {"b": {"c": {"d": 0}}}}
@@ -550,9 +541,6 @@ def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
     module.own = 1  # type: ignore[assignment]
     names = {name for *_, values in holders([module]) for name in values}
     assert names == {"own", "in_features", "out_features", "training", "weight", "bias"}
-
-
-# nothing stays behind
 
 
 @pytest.fixture

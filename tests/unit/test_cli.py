@@ -112,9 +112,6 @@ def test_commands_that_cannot_work_are_refused_with_words(row, tmp_path, monkeyp
     assert not Path("run").exists()
 
 
-# the doctor
-
-
 def test_doctor_reports_every_group_as_json() -> None:
     command = [sys.executable, "-m", "ds_ckpt.cli", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, timeout=120, text=True)
@@ -141,9 +138,6 @@ def test_doctor_survives_checks_that_fail(monkeypatch: pytest.MonkeyPatch) -> No
     assert finding.status == "broken"
     assert finding.remedy
     assert {f.status for f in doctor._programs()} == {"missing"}
-
-
-# emulated hosts, where nothing is started
 
 
 def test_rates() -> None:

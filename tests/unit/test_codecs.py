@@ -83,9 +83,6 @@ def round_trip(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return payload, left, arrived
 
 
-# ---- every codec
-
-
 @given(codecs, numels, seeds, st.sampled_from(KINDS), st.sampled_from(SCALES))
 @example(Quantize(bits=4), 64, 0, "normal", FP32.max)
 @example(Quantize(bits=2), 64, 1, "heavy tail", FP32.max)
@@ -195,9 +192,7 @@ def test_feedback_delivers_what_was_held_back(codec: Codec, kind: str) -> None:
     assert (total / steps - values).norm() < 0.15 * values.norm()
 
 
-# ---- few bits: 2% above what the docstring and benchmarks/quantization.py say
-
-
+# the bounds are 2% above what the docstring and benchmarks/quantization.py say
 @pytest.mark.parametrize(
     ("bits", "block", "bound"),
     [(8, 64, 0.0061), (3, 64, 0.1955), (4, 32, 0.0877), (4, 256, 0.1133), (2, 64, 0.343)],
@@ -233,9 +228,6 @@ def test_tiles_leave_no_mark(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None
     whole = round_trip(codec, values)
     monkeypatch.setattr(quantize, "_TILE_ELEMENTS", 256)
     assert all(map(torch.equal, whole, round_trip(codec, values)))
-
-
-# ---- Top-K
 
 
 @given(densities, st.integers(1, 5000), seeds)
@@ -274,9 +266,6 @@ def test_values_are_as_precise_as_their_format(fmt: Any, count: int) -> None:
     bound = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.504 / 127}[fmt]
     for was, off in zip(values.split(64), error.split(64), strict=True):
         assert off.max() <= bound * was.abs().max()
-
-
-# ---- entropy-coded values
 
 
 def test_long_tensors_are_sent_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:

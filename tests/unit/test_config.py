@@ -69,9 +69,6 @@ def test_null_leaves_every_key_at_its_default() -> None:
         parsed.activation.policy = "mlp"
 
 
-# DeepSpeed's section
-
-
 KEYS = (*CompatSection.model_fields, "partitioned_activations")
 VALUES = (None, False, 0, "false", True, 1, "True", "auto", 4, {})
 OWN: list[dict[str, Any]] = [
@@ -117,9 +114,6 @@ def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:
     assert parse(with_null).activation.policy == "block"
     assert not parse({**config, "ds_ckpt": {"activation": {"policy": "none"}}}).active
     assert not parse({**ZERO3, "activation_checkpointing": None}).active
-
-
-# activation
 
 
 @pytest.mark.parametrize(
@@ -177,9 +171,6 @@ def test_memory_that_a_budget_limits(section: dict[str, Any], limited: str) -> N
     assert config.planned
     assert config.budget_is_of == limited
     assert limited in config.summary()
-
-
-# compression
 
 
 def test_rules_become_compressors() -> None:
@@ -252,9 +243,6 @@ def test_the_schema_describes_every_key() -> None:
         assert section.get("additionalProperties", True) is (name == "CompatSection")
         assert section["description"]
         assert all(len(key["description"]) > 15 for key in section["properties"].values())
-
-
-# strict JSON
 
 
 def test_strict_json_is_read(tmp_path: Path) -> None:

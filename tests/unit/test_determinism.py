@@ -101,8 +101,6 @@ def test_another_number_or_shape_of_tensors_is_named_without_the_check(to) -> No
         model(**batch("llama")).loss.backward()
 
 
-# fingerprints
-
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1),

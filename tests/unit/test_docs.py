@@ -68,9 +68,6 @@ def test_every_dependency_is_listed_with_its_licence(monkeypatch: pytest.MonkeyP
     assert licences.licence("torch").startswith(("BSD", "Apache"))
 
 
-# the ledger of claims
-
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import claims as ledger  # noqa: E402
 

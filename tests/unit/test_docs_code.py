@@ -181,9 +181,6 @@ def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "ds_ckpt.initialize(model=model" in block.text, "no test runs this block"
 
 
-# commands
-
-
 @pytest.mark.parametrize("code", _once(TYPED))
 def test_a_command_can_be_typed(code: Code) -> None:
     check_command(_filled_in(code.text))

@@ -86,9 +86,6 @@ def mean(gradients: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     return torch.stack([g[tensor].reshape(-1).double() for g in gradients]).mean(0)
 
 
-# ---- identity
-
-
 several_hosts = hosts.filter(
     lambda case: case.world > case.local and any(map(math.prod, case.shapes))
 )
@@ -141,9 +138,6 @@ def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
         ((shard,),) = world.reduce(["w"], [[torch.full((2, 2), 2.0)]], loss_scale=8.0)
         assert shard.tolist() == [expected] * 4
         world.commit()
-
-
-# ---- law 3: nothing is lost
 
 
 def check_law_3(
@@ -211,9 +205,6 @@ def test_nothing_is_lost(case, codec, micro_steps, loss_scale, holds) -> None:
     check_law_3(case, codec, micro_steps, 2, loss_scale, holds=holds)
 
 
-# ---- the owner's part
-
-
 @given(cases, compressors)
 def test_the_owners_part_is_exact_and_leaves_no_residual(case, codec) -> None:
     world = World(case.world, matrices(codec))
@@ -234,9 +225,6 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(case, codec) -> None:
             residual = world.feedbacks[me].state_dict().get(case.names[i])
             if residual is not None:
                 assert not residual[layout.shard(me)].any()
-
-
-# ---- law 4: non-finite values pass through
 
 
 @given(
@@ -294,9 +282,6 @@ def test_every_receiver_answers_nan_for_compressed_tensors(sender: int, at: int)
         assert world.exchanges[process].nonfinite_buckets == 1
 
 
-# ---- the wire
-
-
 @given(cases, codecs)
 def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec) -> None:
     world = World(case.world, matrices(codec))
@@ -340,9 +325,6 @@ def test_an_empty_bucket_needs_no_collective() -> None:
     world = World(2, lambda n, s: None)
     assert world.reduce([], [[], []]) == [[], []]
     assert world.transports[0].calls == 0
-
-
-# one exchange an accumulated step
 
 
 NAMES = ["p0", "p1", "p2"]

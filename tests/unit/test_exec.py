@@ -96,9 +96,6 @@ def test_other_processes_load_nothing(folder: Path) -> None:
     assert [p.name for p in environment.STARTUP.glob("*.py")] == ["sitecustomize.py"]
 
 
-# the command
-
-
 def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*EXEC, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
@@ -143,8 +140,6 @@ def test_signals_are_passed_on() -> None:
         one.send_signal(signal.SIGTERM)
         assert one.wait(20) == 5
 
-
-# the section
 
 PLAIN = {"zero_optimization": {"stage": 3}}
 SECTION = {"activation": {"policy": "block", "modules": ['a "b", c']}}
@@ -225,9 +220,6 @@ def test_accelerate_leaves_the_section_alone(section: Any, monkeypatch: pytest.M
     parse(plugin.deepspeed_config)
 
 
-# locks
-
-
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -280,7 +272,6 @@ def test_compiling_is_reported(lock, monkeypatch, caplog) -> None:
 
 
 # trainers, whose interfaces are those of axolotl 0.19.0, ms-swift 4.6.0 and lightning 2.6.6
-
 INTERFACES = {
     "axolotl.integrations.base": "class BasePlugin:\n    def register(self, cfg): ...\n",
     "lightning.pytorch.strategies": """

@@ -97,9 +97,6 @@ def test_a_fully_delivered_residual_is_freed() -> None:
         assert not is_held or feedback.state_dict()["w"].tolist() == [1.0] * 4
 
 
-# few bits
-
-
 def encoded(dtype: ResidualDtype, working: Tensor, key: str = "0 0 0 w") -> QuantizedTensor:
     stored = QuantizedTensor.empty(working.numel(), dtype, working.device)
     stored.encode(working, key)
@@ -172,9 +169,6 @@ def test_tiny_gradients_beside_a_large_residual_are_not_lost(share: float) -> No
     assert grown == pytest.approx(
         steps * share * unit_, abs=5 * unit_ * math.sqrt(steps * share / numel)
     )
-
-
-# steps, taken and skipped, and resumed
 
 
 def step(feedback: Feedback, seed: int, names: tuple[str, ...] = ("a", "b")) -> None:

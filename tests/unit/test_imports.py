@@ -100,9 +100,6 @@ def test_imports_point_down_the_rooms() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-# python -m ds_ckpt.run
-
-
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", ["x"])
@@ -144,9 +141,6 @@ def test_a_wrong_configuration_ends_with_the_message(tmp_path: Path) -> None:
     script.write_text("from ds_ckpt.config import parse\nparse({'ds_ckpt': {'activaton': {}}})\n")
     with pytest.raises(SystemExit, match=r"\$.ds_ckpt.activaton"):
         run.main([str(script)])
-
-
-# engines that are refused before they are touched
 
 
 class PipelineEngine:

@@ -269,9 +269,6 @@ def test_the_first_rank_that_fails_ends_the_others(script: str, code: int) -> No
     assert not done.stdout or not psutil.pid_exists(int(done.stdout))
 
 
-# both ends of a launch: progress, silences, what is left of a killed one
-
-
 LAUNCHED = """
 import sys, time
 from pathlib import Path

@@ -104,9 +104,6 @@ def test_sections_are_filled_up_to_their_alignment(dtype: torch.dtype) -> None:
     assert (payload[:, end:] == 0xAA).all()
 
 
-# nodes, from the environment of launchers
-
-
 @given(st.integers(2, 5), st.integers(2, 5), st.randoms())
 def test_equal_hosts_make_two_levels(hosts: int, local: int, random: object) -> None:
     places = [Place(f"h{host}", index) for host in range(hosts) for index in range(local)]

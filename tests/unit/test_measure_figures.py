@@ -295,9 +295,6 @@ def test_a_report_without_a_counter_says_so() -> None:
     assert "of the link" in headline(found)
 
 
-# division of a step's time: spans, their parts, and the peak of activations
-
-
 MAIN = 1
 
 

@@ -133,9 +133,6 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
     assert not specs[2].brief
 
 
-# settings of a run and its records
-
-
 def test_configurations_are_the_product_of_the_axes() -> None:
     methods = ("stock", "dense", "4bit", "no_comm")
     assert [one.name for one in Spec(methods=("4bit",)).configurations] == [

@@ -138,9 +138,6 @@ def test_all_workers_compute_the_same() -> None:
         assert all(torch.equal(other[key], value) for key, value in first.items())
 
 
-# momentum correction: what optimizers step by, and which are left alone
-
-
 @pytest.mark.parametrize(
     ("optimizer", "groups", "why"),
     [

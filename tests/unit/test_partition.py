@@ -21,8 +21,6 @@ from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
 from tests.unit.offload_models import CPU, Boom, LateCopies, device_bytes, equal, host_bytes
 
-# a group of threads in the place of processes: each has its own model, store and graphs
-
 LIMIT_S = 20.0
 """Nobody waits longer for the others: a test of a hang fails."""
 
@@ -403,8 +401,6 @@ def test_changing_the_original_later_changes_nothing() -> None:
 
     assert equal(*in_threads(2, work))
 
-
-# a tensor's bytes in equal parts, and checksums that see every bit
 
 _NAMES = "float32 float64 bfloat16 float16 int64 int32 uint8 bool complex64 float8_e4m3fn"
 DTYPES = [getattr(torch, name) for name in _NAMES.split()]

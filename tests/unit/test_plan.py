@@ -222,9 +222,6 @@ def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
         read(policy="first_part")
 
 
-# finding blocks: Hugging Face's layers, patterns, and what must be refused
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

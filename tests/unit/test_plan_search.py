@@ -71,9 +71,6 @@ def ask(text: str = TEXT, sequences: int = 16, memory: float = 1.0, loss: Loss =
     return Search(Question(demo(), cluster, 5e-6, sequences, loss))
 
 
-# Costs of a model.
-
-
 def test_two_blocks_multiplied_are_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "SURVEYED", 99)
     whole = Model("demo", SIZES)
@@ -137,9 +134,6 @@ def test_changes_of_resident_weights_have_bytes_and_seconds(name: str, bits: flo
     assert weights(ZERO3, machine, 2, 1e12) is None
 
 
-# Hardware.
-
-
 def test_a_cluster_is_read_from_its_text() -> None:
     known = Hardware.load(None, "--cluster")
 
@@ -157,9 +151,6 @@ def test_a_cluster_is_read_from_its_text() -> None:
     kinds = {f.what: f.kind for f in known.entry("accelerators", "L40S").figures()}
     assert kinds["L40S 48 GB: memory_bytes"] == "data sheet"
     assert kinds["L40S 48 GB: share_of_peak"] == "guess"
-
-
-# The search.
 
 
 def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(monkeypatch) -> None:
@@ -288,9 +279,6 @@ def test_where_memory_is_short_smaller_buckets_are_tried() -> None:
         assert one.strategy.bucket == bucket
 
 
-# Verdicts.
-
-
 def test_verdicts_decide_what_may_be_lost() -> None:
     known = sections_on_record()
     record = known["3bit"][1][0]
@@ -329,9 +317,6 @@ def test_without_feedback_no_more_may_round_than_in_the_verdicts(text, loss, all
     assert ("2bit_no_feedback" in names) == allowed
     assert "3bit" in names
     assert names.isdisjoint(m.name for m in search.refused)
-
-
-# The command.
 
 
 def plan(*arguments: str) -> tuple[int, str]:

@@ -272,9 +272,6 @@ def test_rates_are_measured_on_the_device() -> None:
     assert rates.seconds(rates.flops_per_s, rates.bytes_per_s) == pytest.approx(2.0)
 
 
-# the search compared with brute force, and the equations that it solves
-
-
 @st.composite
 def _options(draw: st.DrawFn) -> list[Option]:
     found = []

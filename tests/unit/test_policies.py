@@ -121,9 +121,6 @@ def test_more_saved_operators_hold_more() -> None:
     assert sorted(set(held)) == held
 
 
-# PEFT's adapters on a frozen model: right to the bit, or refused with words
-
-
 def _adapted(config: Any) -> nn.Module:
     from peft import get_peft_model
 
@@ -181,9 +178,6 @@ def test_prefix_tuning_is_refused_with_the_block() -> None:
     CheckpointedBlocks(model, policy=Policy(PolicySettings("attention")))
     with pytest.raises(UnsupportedError, match="with 4 positions"):
         _by_name(model)
-
-
-# results that selective keeps: if something writes over them, they are computed again
 
 
 def _put(h: Tensor, x: Tensor) -> Tensor:

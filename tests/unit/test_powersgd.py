@@ -210,9 +210,6 @@ def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: st
         torch.set_float32_matmul_precision(before)
 
 
-# in the exchange: collectives, warm start, what it delivers, its place in a column
-
-
 def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(rows, rank, generator=generator)

@@ -148,9 +148,6 @@ def test_a_recompute_can_be_the_peak() -> None:
     assert footprint.peak_bytes > 20 * 4000
 
 
-# Findings and the report.
-
-
 @pytest.fixture(scope="module")
 def measured() -> Profile:
     """Two batches of the demo model."""
@@ -201,9 +198,6 @@ def test_the_best_is_the_largest_batch_that_fits(measured: Profile) -> None:
     assert replace(profile, footprints=steps[:3], limit_bytes=base + 400).best is steps[1]
     assert replace(profile, limit_bytes=base + 10).best is None
     assert replace(profile, limit_bytes=None).best is None
-
-
-# The command.
 
 
 def _run(*arguments: str) -> Result:

@@ -128,9 +128,6 @@ def test_entry_points_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPat
     assert "sign" not in methods()
 
 
-# rules: the choice of a compressor for each tensor, and the plan
-
-
 SHAPES = [
     ("embed.weight", torch.Size([32000, 64]), 2),
     ("layers.0.q.weight", torch.Size([64, 64]), 2),

@@ -173,9 +173,6 @@ def test_measurements_of_an_earlier_release_are_ignored() -> None:
     assert state.state_dict() == {"factors": {}, "fallback": {"whole": False}}
 
 
-# guards: the two compared numbers, and limits exceeded twice in a row
-
-
 LIMITS, WITHIN, BEYOND = ResidualStats(0.5, 2.0), ResidualStats(0.2, 1.0), ResidualStats(0.2, 3.0)
 
 

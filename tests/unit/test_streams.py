@@ -28,8 +28,6 @@ from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.weights_hook import WeightsHook, _checksum
 from tests.pretended_gpu import DEVICE, Gpu, Stream, in_threads
 
-# ---- the check itself: a copy to the host on a side stream
-
 
 def _copied_out(
     gpu: Gpu, *, behind=True, waited=True, read="", recorded=False, overwritten=False
@@ -93,9 +91,6 @@ def test_host_waits_are_counted(waits: int, read: Callable[[Tensor], Any]) -> No
     with gpu.watched():
         read(gpu.tensor(torch.ones(4)))
     assert sum(gpu.waits.values()) == waits
-
-
-# ---- offload
 
 
 @pytest.fixture
@@ -171,9 +166,6 @@ def test_a_seeded_fault_of_offload_is_found(plain, seed, monkeypatch, policy) ->
     assert plain.findings
 
 
-# ---- the exchange, with residuals on the device and on the host
-
-
 def _exchanged(gpus: list[Gpu], where: Any, *, on: Stream | None = None) -> None:
     world = World(2, lambda name, shape: Quantize(bits=3))
     for exchange, p in zip(world.exchanges, range(2), strict=True):
@@ -203,13 +195,8 @@ def test_an_exchange_is_ordered_and_waits_for_nothing(where: str) -> None:
     assert [gpu.findings for gpu in gpus] == [[], []]
 
 
-# ---- weights between hosts
-
-
 # weights, gathered and sent between hosts; what stands in for DeepSpeed gathers on a stream of its
 # own, which waits for no other
-
-
 WORLD = 2
 
 

@@ -140,9 +140,6 @@ def test_ranges_are_there_while_a_profiler_runs_and_break_no_graph() -> None:
     assert {"ds_ckpt/exchange", "ds_ckpt/recompute"} <= {*names}
 
 
-# the step log: means over the logged steps, one line each, a file per rank
-
-
 @pytest.mark.parametrize("name", ["exp.v1.jsonl", "exp.v1"])
 def test_a_record_is_the_mean_over_its_steps(tmp_path: Path, name: str) -> None:
     counters = Counters()

@@ -268,9 +268,6 @@ def test_the_launch_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reported == [("dense", 10, 1.0)]
 
 
-# records of verdicts: which settings they speak for, where they are read
-
-
 ROOT = Path(__file__).parents[2]
 SHIPPED = module.SHIPPED
 PRESETS = sorted((ROOT / "ds_configs").glob("*.json"))

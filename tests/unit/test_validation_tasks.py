@@ -211,9 +211,6 @@ def test_runs_of_one_seed_draw_and_drop_out_the_same() -> None:
     assert learner.loss(*places[2]).item() == first[2]  # independent of earlier steps
 
 
-# the corpus
-
-
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return embedded_corpus()
@@ -266,9 +263,6 @@ def test_an_unusable_file_is_refused_with_a_message(tmp_path: Path, content: str
     with pytest.raises(ConfigError, match="--text") as caught:
         file_corpus(path)
     assert "fix:" in str(caught.value)
-
-
-# virtual workers, and the loop of a run
 
 
 def lossy(method: Any, warmup_steps: int = 0, **options: Any) -> Any:
