@@ -411,18 +411,7 @@ class _Watch(TorchDispatchMode):
             self._gpu._of(tensor, on_host=on_host)
         return tensor if on_host or self._gpu._plain else OnDevice(tensor)
 
-    def _note(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: dict[str, Any],
-        result: Any,
-        given: list[Tensor],
-        homes: list[bool],
-        *,
-        between: bool,
-    ) -> None:
+    def _note(self, func, name, args, kwargs, result, given, homes, *, between) -> None:
         """Tell the device what was read and written."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []

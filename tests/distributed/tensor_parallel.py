@@ -92,9 +92,7 @@ class MegatronMpu:
         old: only the names of a Megatron without separate tensor and pipeline parallelism.
     """
 
-    def __init__(
-        self, tensor: list[list[int]], data: list[list[int]], *, old: bool = False
-    ) -> None:
+    def __init__(self, tensor: list[list[int]], data: list[list[int]], *, old=False) -> None:
         self._tensor, self._data = group_of(tensor), group_of(data)
         if not old:
             self.get_tensor_model_parallel_group = lambda: self._tensor
@@ -181,9 +179,7 @@ class ParallelBlock(nn.Module):
 class ParallelModel(nn.Module):
     """A few of them over an embedding of numbers."""
 
-    def __init__(
-        self, group: Any, *, width: int = 16, blocks: int = 3, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, group: Any, *, width=16, blocks=3, dropout=0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(7, width)

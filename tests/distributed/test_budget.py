@@ -46,14 +46,7 @@ def _engine(kind: str, **options: Any) -> Iterator[Any]:
         yield engine
 
 
-def _train(
-    engine: Any,
-    kind: str,
-    activation: dict[str, Any],
-    lengths: list[int],
-    telemetry: dict[str, Any] | None = None,
-    uneven: int = 0,
-) -> Any:
+def _train(engine, kind, activation, lengths, telemetry=None, uneven=0) -> Any:
     """One step for each length; process 1's sequences are longer by `uneven`."""
     section = {"activation": activation, "telemetry": telemetry or {}}
     engine._config._param_dict["ds_ckpt"] = section
@@ -174,13 +167,7 @@ def test_a_budget_for_the_whole_accelerator_counts_what_zero_keeps() -> None:
     assert plan.needed_bytes >= sum(plan.resident.values())
 
 
-def _lengths(
-    activation: dict[str, Any],
-    lengths: list[int],
-    share_of: int,
-    uneven: int = 0,
-    telemetry: dict[str, Any] | None = None,
-) -> Any:
+def _lengths(activation, lengths, share_of, uneven=0, telemetry=None) -> Any:
     """Sequences that change; the budget is 0.6 of what `share_of` tokens hold."""
     with _engine("llama", max_position_embeddings=128) as engine:
         gib = 0.6 * max(_train(engine, "llama", {}, [share_of]).held) / GIB

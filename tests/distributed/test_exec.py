@@ -52,13 +52,7 @@ use_cpu: false
 """
 
 
-def launch(
-    folder: Path,
-    kind: str,
-    words: list[str],
-    section: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-) -> str:
+def launch(folder, kind, words, section=None, config=None) -> str:
     """What `exec` and a launcher say that starts the script; `deepspeed` gets a port."""
     script = [SCRIPT, kind, f"--folder={folder}"]
     if config is not None:

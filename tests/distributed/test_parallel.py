@@ -166,16 +166,7 @@ def _owed(engine: Any) -> dict[str, torch.Tensor]:
 
 
 @once(when=lambda kind, sections, *_, **__: not sections)
-def run(
-    kind: str,
-    sections: dict[str, Any],
-    steps: int,
-    *,
-    slots: list[int] | None = None,
-    skewed: bool = False,
-    save: str = "",
-    **options: Any,
-) -> dict[str, Any]:
+def run(kind, sections, steps, *, slots=None, skewed=False, save="", **options) -> dict[str, Any]:
     """Train; what the weights were and are, and what is said.
 
     Args:
@@ -222,17 +213,7 @@ def _skew(tuner: Any) -> None:
     models.set_clock(tuner, seconds)
 
 
-def resume(
-    kind: str,
-    sections: dict[str, Any],
-    folder: str,
-    bad: list[str],
-    first: int,
-    last: int,
-    *,
-    tag: str = "good",
-    **options: Any,
-) -> dict[str, Any]:
+def resume(kind, sections, folder, bad, first, last, *, tag="good", **options) -> dict[str, Any]:
     """Load tags that are refused, then a good one, and train on."""
     with engine_of(kind, sections, **options) as engine:
         _train(engine, kind, 50, 51)

@@ -53,13 +53,7 @@ def _build(kind: str, dropout: float) -> torch.nn.Module:
 
 @once(when=lambda kind, size, sections, **how: not sections)
 def _auto(
-    kind: str,
-    size: int,
-    sections: dict[str, Any],
-    *,
-    dropout: float = 0.0,
-    seeds: str = "equal",
-    twice: bool = False,
+    kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds="equal", twice=False
 ) -> Any:
     """Two steps under AutoTP and ZeRO-3: gradients, what was kept, what was sent.
 

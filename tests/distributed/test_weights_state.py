@@ -179,14 +179,7 @@ def _sent(engine: Any, *purposes: Purpose) -> int:
 
 
 @once(when=lambda slots, kind, section, *a, **o: "weights" not in section)
-def _laws(
-    slots: list[int],
-    kind: str,
-    section: dict[str, Any],
-    steps: int,
-    chunk: int = changes.CHUNK,
-    **options: Any,
-) -> Any:
+def _laws(slots, kind, section, steps, chunk=changes.CHUNK, **options) -> Any:
     """Train with an evaluation after each step; what is kept and what has crossed, step by step."""
     keys = ("losses", "evaluated", "weights", "skipped", "crossing", "sent", "gathered", "kept")
     found = SimpleNamespace(**{key: [] for key in keys})

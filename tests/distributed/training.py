@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 import ds_ckpt
 from ds_ckpt.engine.gradients import shapes_of
@@ -32,13 +31,7 @@ DENSE = {"compression": {"method": "dense"}}
 
 
 @contextmanager
-def running(
-    model: str | nn.Module,
-    section: dict[str, Any] | None = None,
-    *,
-    config: dict[str, Any] | None = None,
-    **options: Any,
-) -> Iterator[Any]:
+def running(model, section=None, *, config=None, **options) -> Iterator[Any]:
     """An engine of a model, or of a kind of `models` in a process made fresh.
 
     Without a section it is plain DeepSpeed. `config` is in place of one made of section and

@@ -102,12 +102,7 @@ class Boom(torch.autograd.Function):
 
 
 def put_on(
-    model: nn.Module,
-    patterns: list[str] | None,
-    *,
-    copies: Copies | None = None,
-    policy: Policy | None = None,
-    **options: Any,
+    model, patterns, *, copies=None, policy=None, **options
 ) -> tuple[CheckpointedBlocks, InputStore]:
     """Checkpointing of the model's blocks with their boundaries kept in host memory, or policy
     "offload"."""

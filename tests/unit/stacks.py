@@ -33,10 +33,7 @@ class Stack(nn.Module):
     """Some of them; `join` says how they follow each other."""
 
     def __init__(
-        self,
-        make: Callable[[], nn.Module],
-        join: Callable[..., Tensor] | None = None,
-        blocks: int = 3,
+        self, make: Callable[[], nn.Module], join: Callable[..., Tensor] | None = None, blocks=3
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -91,13 +88,7 @@ def results(
     return [*found, *model.state_dict().values()]
 
 
-def same(
-    make: Callable[[], nn.Module],
-    kind: str,
-    step: Callable[[nn.Module], Sequence[Tensor | None]] = backward,
-    steps: int = 3,
-    check: int = 0,
-) -> None:
+def same(make, kind, step=backward, steps=3, check=0) -> None:
     """To the bit as without checkpointing, and nothing stays in host memory."""
     reference = make()
     plain = results(reference, step, steps)

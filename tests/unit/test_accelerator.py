@@ -13,7 +13,6 @@ from torch import Tensor
 from virtual import World, assemble
 
 from ds_ckpt.compression import Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
-from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.telemetry.timings import EventSpans
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
@@ -62,13 +61,7 @@ class OnGpus:
     """A world whose processes have a pretended accelerator each."""
 
     def __init__(
-        self,
-        size: int,
-        method: str,
-        *,
-        local: int = 1,
-        holds: bool = False,
-        residual_dtype: ResidualDtype = "fp32",
+        self, size: int, method: str, *, local=1, holds=False, residual_dtype="fp32"
     ) -> None:
         self.world = World(
             size, _choose(method), local=local, holds=holds, residual_dtype=residual_dtype
@@ -244,10 +237,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def everything_of(
-    method: str,
-    residual_dtype: ResidualDtype = "fp32",
-    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    local: int = 1,
+    method, residual_dtype="fp32", around=contextlib.nullcontext, local=1
 ) -> list[Tensor]:
     """Return all that three steps of an accumulating world deliver and leave."""
     size = 3 * local

@@ -199,12 +199,7 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     [(True, None, 2, False), (True, None, 1, True), (True, "cpu", 2, True), (False, None, 2, True)],
 )
 def test_gpus_are_used_where_there_are_enough(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: bool,
-    wanted: str | None,
-    there: int,
-    cpu: bool,
+    tmp_path, monkeypatch, gpus, wanted, there, cpu
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -299,9 +294,7 @@ def leader(folder: Path, listener: Listener) -> Heartbeat:
     return found
 
 
-def launched(
-    stall_s: float, folder: Path, launch: str = "", *, beats: int = 0, then: str = "hang"
-) -> tuple[int, str]:
+def launched(stall_s: float, folder: Path, launch="", *, beats=0, then="hang") -> tuple[int, str]:
     """Return a process's exit code and stderr; without a launch's name it is not rank 0."""
     arguments = [str(stall_s), str(folder), launch, str(beats), then]
     process = subprocess.Popen(

@@ -168,9 +168,7 @@ def test_an_incomplete_repetition_is_left_out(kept: int) -> None:
     assert findings.missing == [f"1600 Mbit/s: {int(kept == 8)} of 5 repetitions"]
 
 
-def _timed(
-    steps_s: dict[str, list[list[float]]], rate: float | None = 200.0, work_s: float = 0.1
-) -> Findings:
+def _timed(steps_s: dict[str, list[list[float]]], rate=200.0, work_s=0.1) -> Findings:
     """Evaluate a run with these steps of repetitions, by configuration, and known bytes."""
     count = len(steps_s["none/dense"])
     spec = replace(known.SPEC, rates=(rate,), repetitions=count)

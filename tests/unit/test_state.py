@@ -45,15 +45,7 @@ class Part:
 class Processes:
     """`hosts` times `local` processes with residuals, each keeping its column."""
 
-    def __init__(
-        self,
-        hosts: int,
-        local: int = 1,
-        dtype: ResidualDtype = "fp32",
-        *,
-        enabled: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, hosts: int, local=1, dtype="fp32", *, enabled=True, **options: Any) -> None:
         self.world = hosts * local
         columns = [tuple(range(i, self.world, local)) for i in range(local)]
         self.members = [columns[p % local] for p in range(self.world)]
@@ -140,11 +132,7 @@ def test_the_same_places_go_on_to_the_bit(tmp_path, dtype, hosts, local) -> None
     st.tuples(st.integers(1, 4), st.integers(1, 3)),
 )
 def test_another_one_level_world_keeps_the_sum_and_two_levels_start_at_zero(
-    tmp_path: Path,
-    saved: ResidualDtype,
-    dtype: ResidualDtype,
-    before: tuple[int, int],
-    after: tuple[int, int],
+    tmp_path, saved, dtype, before, after
 ) -> None:
     old, new = Processes(*before, saved), Processes(*after, dtype)
     old.train(2)
@@ -356,14 +344,7 @@ LAYOUTS = [(2, 1), (3, 1), (2, 2)]
 """Hosts, and processes on each."""
 
 
-def corrupted(
-    folder: Path,
-    damage: str,
-    random: Random,
-    dtype: ResidualDtype,
-    before: tuple[int, int],
-    after: tuple[int, int],
-) -> str:
+def corrupted(folder, damage, random, dtype, before, after) -> str:
     """Save, damage, and load into a run under way: "refused", with nothing changed, or "loaded to
     the bit". Fails where it is neither."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -403,12 +384,7 @@ def corrupted(
     st.sampled_from(LAYOUTS),
 )
 def test_a_corrupted_state_is_refused_or_loaded_to_the_bit(
-    tmp_path: Path,
-    damage: str,
-    random: Random,
-    dtype: ResidualDtype,
-    before: tuple[int, int],
-    after: tuple[int, int],
+    tmp_path, damage, random, dtype, before, after
 ) -> None:
     """Never half: what a refusal leaves is what was there."""
     ended = corrupted(tmp_path / "tag", damage, random, dtype, before, after)

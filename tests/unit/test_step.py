@@ -48,12 +48,7 @@ class Machine:
     metric: None = None
 
     def average(
-        self,
-        names: Sequence[str],
-        tensors: list[Tensor],
-        loss_scale: float = 1.0,
-        *,
-        choose: Choose | None,
+        self, names: Sequence[str], tensors: list[Tensor], loss_scale=1.0, *, choose: Choose | None
     ) -> list[Tensor]:
         seconds = self.compressed_s if choose is None else self.uncompressed_s
         self._take("compressed" if choose is None else "uncompressed", seconds)
@@ -88,14 +83,7 @@ def made(
     return StepState(exchange, warmup_steps=1, current_step=current_step, tuner=tuner)
 
 
-def train(
-    machine: Machine,
-    state: StepState,
-    steps: int,
-    buckets: Sequence[str] = BUCKETS,
-    *,
-    skipped: bool = False,
-) -> list[str]:
+def train(machine, state, steps, buckets=BUCKETS, *, skipped=False) -> list[str]:
     """Train, and return the mode of each step's last bucket."""
     modes = []
     for _ in range(steps):

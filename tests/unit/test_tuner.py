@@ -47,9 +47,7 @@ def made(*candidates: str) -> Tuner:
     return tuner
 
 
-def drive(
-    tuner: Tuner, steps: int, ours_s: float = 1.0, other_s: float = 1.0, skip: int = 0
-) -> list[str]:
+def drive(tuner: Tuner, steps: int, ours_s=1.0, other_s=1.0, skip=0) -> list[str]:
     """Run steps of these times; every `skip`-th is skipped and takes a day."""
     sent = []
     for step in range(1, steps + 1):

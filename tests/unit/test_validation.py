@@ -70,12 +70,7 @@ def opened(kind: Any = "language", **sizes: Any) -> Task:
 
 
 def judged(
-    file: Path,
-    dense: list[Outcome],
-    ours: list[Outcome],
-    kind: Any = "language",
-    sent: float = 250.0,
-    **sizes: Any,
+    file: Path, dense: list[Outcome], ours: list[Outcome], kind="language", sent=250.0, **sizes: Any
 ) -> Judgement:
     (candidate,) = read_candidates([file], "processes")
     plan = Plan(opened(kind, **sizes), [candidate], range(len(dense)), "processes")

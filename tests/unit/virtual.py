@@ -57,13 +57,7 @@ class World:
             for p in range(self.world)
         ]
 
-    def reduce(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[Sequence[Tensor]],
-        loss_scale: float = 1.0,
-        choose: Choose | None = None,
-    ) -> list[list[Tensor]]:
+    def reduce(self, names, gradients, loss_scale=1.0, choose=None) -> list[list[Tensor]]:
         """`gradients[process][tensor]` -> shards `[process][tensor]`; inputs are not changed."""
 
         def work(p: int) -> list[Tensor]:
