@@ -25,31 +25,7 @@ HF = {
     "train_micro_batch_size_per_gpu": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
 }
-# trl's examples/accelerate_configs/deepspeed_zero3.yaml; it has no place for a section
-YAML = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-deepspeed_config:
-  deepspeed_multinode_launcher: standard
-  offload_optimizer_device: none
-  offload_param_device: none
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-  zero_stage: 3
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 8
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
+YAML = Path(__file__).with_name("trl_zero3.yaml")
 
 
 def launch(folder, kind, words, section=None, config=None) -> str:
@@ -132,8 +108,7 @@ def test_accelerate_launch(way: str, tmp_path: Path) -> None:
     """With a YAML file of trl, and with DeepSpeed's own file."""
     words = ["accelerate", "launch", "--num_processes=2", f"--main_process_port={free_port()}"]
     if way == "section":
-        (tmp_path / "zero3.yaml").write_text(YAML)
-        launch(tmp_path, "accelerate", [*words, f"--config_file={tmp_path}/zero3.yaml"], LAYER)
+        launch(tmp_path, "accelerate", [*words, f"--config_file={YAML}"], LAYER)
     else:
         (tmp_path / "zero3.json").write_text(json.dumps({**exec_train.PLAIN, "ds_ckpt": "auto"}))
         words += ["--use_deepspeed", f"--deepspeed_config_file={tmp_path}/zero3.json"]

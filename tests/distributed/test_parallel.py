@@ -4,6 +4,7 @@ Law 10: parameters that tensor-parallel ranks replicate stay equal to the bit.
 """
 
 import hashlib
+import itertools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ import ds_ckpt
 from ds_ckpt.engine import tuner as tuning
 from tests.distributed import models
 from tests.distributed.models import topk_section
-from tests.distributed.pool import fresh, hosts, once
+from tests.distributed.pool import fresh, hosts, once, ranks
 from tests.distributed.tensor_parallel import (
     MegatronMpu,
     ParallelModel,
@@ -31,7 +32,7 @@ from tests.distributed.tensor_parallel import (
     neighbours,
     ulysses_forgotten,
 )
-from tests.distributed.training import DENSE, convert
+from tests.distributed.training import DENSE, convert, refused
 
 SIZE = 2
 ULYSSES = ("sp", "mesh")
@@ -43,6 +44,7 @@ METHODS = {
         method="entropy_coded", entropy_coded={"bits": 1.0, "metric": "steps"}
     ),
 }
+RESIDENT = {"weights": {"resident": True}}
 ACTIVATION: dict[str, Any] = {"policy": "block", "offload_min_bytes": 0}
 
 
@@ -278,32 +280,6 @@ def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
         return worst
 
 
-def poisoned(kind: str, sections: dict[str, Any], name: str, ranks: list[int]) -> dict[str, Any]:
-    """A gradient is NaN in one step on some ranks: what that leaves."""
-    with engine_of(kind, sections) as engine:
-        _train(engine, kind, 0, 3)
-        weights, owed = digests(engine), _owed(engine)
-        if dist.get_rank() in ranks:
-            parameter = dict(engine.module.named_parameters())[name]
-            handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
-        _train(engine, kind, 3, 4)
-        if dist.get_rank() in ranks:
-            handle.remove()
-        same = weights == digests(engine) and _equal(owed, _owed(engine))
-        _train(engine, kind, 4, 5)
-        return {"same": same, "skipped": int(engine.skipped_steps)}
-
-
-def refused(kind: str, sections: dict[str, Any], slots: list[int]) -> str:
-    """The words of the error at the start, if there is one."""
-    try:
-        with hosts(slots), engine_of(kind, sections) as engine:
-            _train(engine, kind, 0, 1)
-            return ""
-    except ds_ckpt.UnsupportedError as error:
-        return str(error)
-
-
 def _with_inputs(kind: str, section: dict[str, Any]) -> dict[str, Any]:
     """Checkpointed blocks whose inputs go to the host, split first with tensor parallelism."""
     activation, inputs = {**ACTIVATION}, {"cpu_checkpointing": True}
@@ -511,26 +487,30 @@ def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
         assert "left to DeepSpeed, as another process group shards them, on" in same["summary"]
     for worst in world4.run(conservation, "init", {"ds_ckpt": METHODS["topk"]}, 2):
         assert worst < 3e-5
-    resident = {"ds_ckpt": {"weights": {"resident": True}}}
-    for words in world4.run(refused, "init", resident, [2, 2]):
-        assert "several process groups" in words
 
 
 @pytest.mark.slow
-def test_groups_that_lie_otherwise_on_nodes_decide_together(world4: Any) -> None:
+@ranks(2, 2)
+def test_resident_weights_of_several_groups_are_refused() -> None:
+    with refused("several process groups"), engine_of("init", {"ds_ckpt": RESIDENT}) as engine:
+        _train(engine, "init", 0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "section"), [("megatron", RESIDENT), ("tp", topk_section(exchange={"levels": 2}))]
+)
+@ranks(1, 3, timeout=60)
+def test_groups_that_lie_otherwise_on_nodes_are_refused_together(kind, section) -> None:
     """Ranks 0 and 2 are on two nodes, 1 and 3 on one: nobody waits for a group of the others."""
-    resident = {"ds_ckpt": {"weights": {"resident": True}}}
-    for words in world4.run(refused, "megatron", resident, [1, 3], timeout=60):
-        assert "process groups are divided over nodes unequally" in words
+    words = "process groups are divided over nodes unequally"
+    with refused(words), engine_of(kind, {"ds_ckpt": section}) as engine:
+        _train(engine, kind, 0, 1)
 
 
 @pytest.mark.slow
 def test_groups_that_lie_otherwise_on_nodes_have_one_level(world4: Any) -> None:
-    section = {"ds_ckpt": topk_section(exchange={"levels": 2})}
-    for words in world4.run(refused, "tp", section, [1, 3]):
-        assert "process groups are divided over nodes unequally" in words
-    ranks = world4.run(run, "tp", {"ds_ckpt": METHODS["topk"]}, 4, slots=[1, 3])
-    _check_replicas(ranks)
+    _check_replicas(world4.run(run, "tp", {"ds_ckpt": METHODS["topk"]}, 4, slots=[1, 3]))
 
 
 @pytest.mark.slow
@@ -543,10 +523,20 @@ def test_groups_that_lie_otherwise_on_nodes_have_one_level(world4: Any) -> None:
         ("mesh", ["model.norm.weight"]),
     ],
 )
-def test_a_step_with_nan_is_skipped_by_all(world4: Any, kind: str, names: list[str]) -> None:
+@ranks(4, timeout=240)
+def test_a_step_with_nan_is_skipped_by_all(kind: str, names: list[str]) -> None:
     """DeepSpeed's norm counts replicated parameters on the first tensor-parallel rank alone."""
-    for name in names:
-        for ranks in ([2, 3], [3]):
-            section = {"ds_ckpt": METHODS["quantize"]}
-            for rank in world4.run(poisoned, kind, section, name, ranks):
-                assert rank == {"same": True, "skipped": 1}, (name, ranks)
+    for name, bad in itertools.product(names, ([2, 3], [3])):
+        with engine_of(kind, {"ds_ckpt": METHODS["quantize"]}) as engine:
+            _train(engine, kind, 0, 3)
+            weights, owed = digests(engine), _owed(engine)
+            if dist.get_rank() in bad:
+                parameter = dict(engine.module.named_parameters())[name]
+                handle = parameter.register_hook(lambda g: torch.full_like(g, torch.nan))
+            _train(engine, kind, 3, 4)
+            if dist.get_rank() in bad:
+                handle.remove()
+            assert weights == digests(engine)
+            assert _equal(owed, _owed(engine))
+            _train(engine, kind, 4, 5)
+            assert engine.skipped_steps == 1, (name, bad)

@@ -1,7 +1,7 @@
 """`ds-ckpt validate` and a start of two processes on one node agree, row by row.
 
-A row: keys as in tests/unit/test_config_problems.py, then `ok` (both accept), the path that both
-refuse, or `?` and the path of the condition that validate announces and the start refuses.
+A row of golden/starts.txt: keys as in tests/unit/test_config_problems.py, then `ok` (both accept),
+the path that both refuse, or `?` and the path that validate announces and the start refuses.
 """
 
 import contextlib
@@ -18,51 +18,9 @@ from ds_ckpt.cli.validate import check_file
 from tests.distributed import models
 from tests.distributed.pool import fresh
 from tests.distributed.training import trained
-from tests.unit.test_config_problems import config_of, full
+from tests.unit.test_config_problems import GOLDEN, config_of, full
 
-ROWS = """
-a.policy=block optimizer.type=OneBitAdam -> optimizer.type
-a.policy=block sparse_gradients=true -> sparse_gradients
-a.policy=block z.reduce_bucket=5000 -> z.reduce_bucket
-a.policy=block train_batch_size=5 -> train_batch_size
-activation_checkpointing=[] -> activation_checkpointing
-a.policy=blok -> a.policy
-d={"partition_activations":true,"cpu_checkpointing":"true","number_checkpoints":4,"x":1} -> ok
-a.policy=block optimizer.type=Muon -> optimizer.type
-a.policy=block prescale_gradients=true -> prescale_gradients
-a.policy=block a.partition=true -> ? $.ds_ckpt.activation.partition
-c.method=topk c.rules=[{"match":"nothing*","method":"dense"}] -> ? $.ds_ckpt.compression.rules
-a.policy=block -> ok
-a.policy=selective a.save_ops="attention+qkvo" c.method=quantize w.resident=true -> ok
-a.policy=block train_batch_size=8 gradient_accumulation_steps=2 -> ok
-a.policy=block optimizer.type=ZeroOneAdam -> optimizer.type
-a.policy=block optimizer.type=SGD optimizer.params={"lr":0.1} -> optimizer.type
-a.policy=block scheduler={"type":"WarmupLRR","params":{}} -> scheduler.type
-a.policy=block elasticity={"enabled":true} -> elasticity
-a.policy=block curriculum_learning={"enabled":true} -> curriculum_learning
-a.policy=block progressive_layer_drop={"enabled":true} -> progressive_layer_drop
-a.policy=block compression_training={} -> compression_training
-a.policy=block z.reduce_bucket_size=0 -> z.reduce_bucket_size
-a.policy=block z.mics_shard_size=2 -> z.mics_shard_size
-a.policy=block z.zeropp_loco_param={"err_beta":0.8} -> z.zeropp_loco_param
-a.policy=block gradient_predivide_factor=2.0 -> gradient_predivide_factor
-a.policy=block gradient_allreduce_op=sum -> gradient_allreduce_op
-a.policy=block bf16.enabled=true fp16.enabled=true -> bf16.enabled
-c.method=topk z.stage=2 -> z.stage
-a.policy=block train_micro_batch_size_per_gpu="auto" -> ? "auto"
-a.policy=block a.modules=["Blok"] -> ? $.ds_ckpt.activation
-c.method=topk c.exchange.levels=2 -> ? $.ds_ckpt.compression.exchange.levels
-a.policy=block optimizer.params={"lrr":1} -> optimizer.params.lrr
-a.policy=block optimizer.params={"max_grad_norm":1} -> optimizer.params.max_grad_norm
-a.policy=block scheduler.type=WarmupLR -> scheduler.type
-scheduler={"type":"WarmupLR","params":{"warmup_steps":3}} -> scheduler.params.warmup_steps
-a.policy=block scheduler={"type":"WarmupDecayLR","params":{"warmup_min_lr":0}} -> scheduler.params
-a.policy=block scheduler={"type":"WarmupLR","params":{"warmup_num_steps":5}} -> ok
-a.policy=selective a.save_ops="matmul" -> a.save_ops
-a.policy=block a.rules=[{"match":"0","policy":"selective","save_ops":"x"}] -> a.rules[0].save_ops
-a.policy=selective a.save_ops="torchvision.nms" -> ? $.ds_ckpt.activation
-a.policy=block fp16.enabled=true -> ? $.fp16.enabled
-"""
+ROWS = (GOLDEN / "starts.txt").read_text().splitlines()
 
 
 def answers(configs: list[dict[str, Any]]) -> list[tuple[list[str], list[str], str]]:
@@ -96,7 +54,7 @@ def _started(config: dict[str, Any]) -> str:
 
 
 def test_validate_and_start_agree(world2: Any) -> None:
-    rows = [row.split(" -> ") for row in ROWS.strip().splitlines()]
+    rows = [row.split(" -> ") for row in ROWS]
     defaults = config_of('optimizer={"type":"AdamW","params":{"lr":0.01,"torch_adam":true}}')
     defaults["zero_force_ds_cpu_optimizer"] = False
     configs = []
