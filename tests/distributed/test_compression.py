@@ -16,24 +16,9 @@ import ds_ckpt
 from ds_ckpt.engine.gradients import residual_files, shapes_of
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3 import compatibility
-from tests.distributed import models
+from tests.distributed import models, training
 from tests.distributed.models import quantize_section, topk_section
 from tests.distributed.pool import hosts, ranks
-from tests.distributed.training import (
-    DENSE,
-    check_no_trace,
-    check_non_finite,
-    check_resume,
-    conservation,
-    fp16_on_cpu,
-    largest_gap,
-    of_all_ranks,
-    on_rank_0,
-    refused,
-    running,
-    trained,
-    unsent,
-)
 
 SLOW = pytest.mark.slow
 TOPK = topk_section(topk={"density": 0.05})
@@ -112,7 +97,9 @@ SECTIONS = {
 )
 @ranks()
 def test_an_exchange_that_sends_everything_equals_deepspeed(kind, options) -> None:
-    expected, ours = (trained(kind, section, 6, **options) for section in ({}, DENSE))
+    expected, ours = (
+        training.trained(kind, section, 6, **options) for section in ({}, training.DENSE)
+    )
     assert not expected.active
     assert ours.active
     assert ours.collectives > 0
@@ -127,19 +114,22 @@ def test_an_exchange_that_sends_everything_equals_deepspeed(kind, options) -> No
 @ranks(2)
 def test_quantize_sends_four_bits_and_trains_like_deepspeed() -> None:
     expected, dense, ours = (
-        trained("llama", section, 20, lr=3e-4) for section in ({}, DENSE, quantize_section())
+        training.trained("llama", section, 20, lr=3e-4)
+        for section in ({}, training.DENSE, quantize_section())
     )
     assert ours.collectives == dense.collectives
     # 32 bits against 4.25, with norms sent whole and headers: 7.2 in this small model
     assert 6 < dense.sent / ours.sent < 7.6
     # 0.0005; with half the right scale 0.0025, with twice it 0.01
-    assert 0 < largest_gap(ours.losses, expected.losses) < 1e-3
+    assert 0 < training.largest_gap(ours.losses, expected.losses) < 1e-3
 
 
 @ranks(2)
 def test_warm_up_is_plain_deepspeed() -> None:
-    warm, longer = (trained("llama", topk_section(warmup_steps=4), steps) for steps in (4, 5))
-    assert warm.weights == trained("llama", {}, 4).weights
+    warm, longer = (
+        training.trained("llama", topk_section(warmup_steps=4), steps) for steps in (4, 5)
+    )
+    assert warm.weights == training.trained("llama", {}, 4).weights
     assert not warm.residuals
     assert longer.residuals
 
@@ -166,7 +156,9 @@ def test_warm_up_is_plain_deepspeed() -> None:
 def test_nothing_is_lost(slots: list[int], section: str, kind: str, accumulation: int) -> None:
     settings = SECTIONS[section]
     steps = max(4, settings["compression"]["warmup_steps"] + 2)
-    worst, compressed = conservation(kind, settings, steps, accumulation, levels=len(slots))
+    worst, compressed = training.conservation(
+        kind, settings, steps, accumulation, levels=len(slots)
+    )
     assert compressed > 3
     is_low_rank = settings["compression"]["method"] == "powersgd"
     assert worst < (3e-5 if is_low_rank or len(slots) > 1 else 1e-5)
@@ -194,8 +186,8 @@ def test_nothing_is_lost(slots: list[int], section: str, kind: str, accumulation
 def test_non_finite_passes_through(section, options, value, where) -> None:
     victim, micro, name = where
     where = (victim, micro, f"model.{name}.weight")
-    with fp16_on_cpu():
-        check_non_finite(
+    with training.fp16_on_cpu():
+        training.check_non_finite(
             SECTIONS[section], float(value), where, **{"accumulation": 2, **OPTIONS[options]}
         )
 
@@ -222,8 +214,8 @@ def test_non_finite_passes_through(section, options, value, where) -> None:
 @ranks()
 def test_resume_on_the_same_world_is_bit_exact(tmp_path: Path, section: str, options: str) -> None:
     given = {"accumulation": 2, **OPTIONS[options]}
-    with fp16_on_cpu():
-        found = check_resume(tmp_path, SECTIONS[section], **given)
+    with training.fp16_on_cpu():
+        found = training.check_resume(tmp_path, SECTIONS[section], **given)
     is_low_rank = SECTIONS[section]["compression"]["method"] == "powersgd"
     assert (found["factors"] > 3) == is_low_rank
     assert len(list(tmp_path.rglob("ds_ckpt_residuals*"))) == dist.get_world_size()
@@ -239,7 +231,7 @@ def test_resume_on_the_same_world_is_bit_exact(tmp_path: Path, section: str, opt
 )
 @ranks(2)
 def test_detach_leaves_deepspeed_as_it_was_found(section: dict[str, Any]) -> None:
-    with running("llama") as engine:
+    with training.running("llama") as engine:
         engine._config._param_dict["ds_ckpt"] = section
         coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
         things = [engine, engine.optimizer, coordinator, comm.cdb, *engine.module.modules()]
@@ -270,24 +262,24 @@ def test_detach_leaves_deepspeed_as_it_was_found(section: dict[str, Any]) -> Non
         assert globals_before == (stage3.reduce_scatter_coalesced, deepspeed.initialize)
         assert ds_ckpt.session_of(engine) is None
         losses = models.train(engine, "llama", 3)
-    assert losses == trained("llama", {}, 3).losses
+    assert losses == training.trained("llama", {}, 3).losses
 
 
 def _saved(folder: Path, section: dict[str, Any], steps: int, tag: str = "mine") -> Any:
     """Train and save; the residuals' sums."""
-    with running("llama", section) as engine:
+    with training.running("llama", section) as engine:
         models.train(engine, "llama", steps)
         engine.save_checkpoint(str(folder), tag)
-        return unsent(engine)
+        return training.unsent(engine)
 
 
 def _read(folder: Path, section: dict[str, Any]) -> Any:
     """The residuals' sums as this world reads them."""
-    with running("llama", section) as engine:
+    with training.running("llama", section) as engine:
         gradients = ds_ckpt.session_of(engine).exchange
         files = residual_files(engine, section["compression"]["method"], gradients)
         files.restore(files.read(folder))
-        return unsent(engine)
+        return training.unsent(engine)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -309,10 +301,10 @@ def _held(engine: Any) -> float:
 
 @ranks(2)
 def test_a_plain_checkpoint_starts_clean(tmp_path: Path) -> None:
-    with running("llama") as engine:
+    with training.running("llama") as engine:
         models.train(engine, "llama", 2)
         engine.save_checkpoint(str(tmp_path))
-    with running("llama", TOPK) as engine:
+    with training.running("llama", TOPK) as engine:
         engine.load_checkpoint(str(tmp_path))
         assert _held(engine) == 0
         models.train(engine, "llama", 1, first=3)
@@ -329,11 +321,11 @@ def test_a_changed_source_is_compared_with_the_live_reduction(broken: tuple[int,
     def summed(tensors: Any, group: Any = None) -> Any:  # where the mean was meant
         return [part * dist.get_world_size(group) for part in original(tensors, group)]
 
-    expected = refused(kind=ds_ckpt.ContractError) if broken else contextlib.nullcontext()
+    expected = training.refused(kind=ds_ckpt.ContractError) if broken else contextlib.nullcontext()
     is_broken = dist.get_rank() in broken
     with patch.object(compatibility, "require", lambda symbols=None: [changed]):
         with patch.object(stage3, "reduce_scatter_coalesced", summed if is_broken else original):
-            with expected as error, running("llama", TOPK) as engine:
+            with expected as error, training.running("llama", TOPK) as engine:
                 models.train(engine, "llama", 2)
     if is_broken:
         assert "reduce_scatter_coalesced, parameter" in str(error.value)
@@ -345,7 +337,7 @@ def test_a_changed_source_is_compared_with_the_live_reduction(broken: tuple[int,
 @ranks(2)
 def test_residuals_follow_the_optimizers_state(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    with running("llama", TOPK) as engine:
+    with training.running("llama", TOPK) as engine:
         models.train(engine, "llama", 3)
         engine.save_checkpoint(folder, "mine")
         saved = _held(engine)
@@ -357,7 +349,7 @@ def test_residuals_follow_the_optimizers_state(tmp_path: Path) -> None:
         ((folder,), {"load_optimizer_states": False}, 0),
         ((f"{folder}/nothing there",), {}, None),
     ):
-        with running("llama", TOPK) as engine:
+        with training.running("llama", TOPK) as engine:
             models.train(engine, "llama", 1)
             before = _held(engine)
             assert before > 0
@@ -367,7 +359,7 @@ def test_residuals_follow_the_optimizers_state(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_residuals_of_an_earlier_save_under_the_same_tag_are_gone(tmp_path: Path) -> None:
-    for section in (TOPK, DENSE):
+    for section in (TOPK, training.DENSE):
         _saved(tmp_path, section, 2)
     assert list(tmp_path.rglob("ds_ckpt_residuals*")) == []
 
@@ -376,17 +368,17 @@ def test_residuals_of_an_earlier_save_under_the_same_tag_are_gone(tmp_path: Path
 def test_a_damaged_file_is_refused_on_every_process(tmp_path: Path) -> None:
     _saved(tmp_path, TOPK, 2)
     damaged = next(tmp_path.rglob("ds_ckpt_residuals_00001*"))
-    on_rank_0(lambda: damaged.write_bytes(damaged.read_bytes()[:100]))
-    with running("llama", TOPK) as engine:
+    training.on_rank_0(lambda: damaged.write_bytes(damaged.read_bytes()[:100]))
+    with training.running("llama", TOPK) as engine:
         models.train(engine, "llama", 2)
         session = ds_ckpt.session_of(engine)
         before = {n: r.clone() for n, r in session.residuals.items()}
-        with refused() as error:
+        with training.refused() as error:
             engine.load_checkpoint(str(tmp_path))
         after = session.residuals
         assert before.keys() == after.keys()
         assert all(torch.equal(before[n], after[n]) for n in before)
-    well, ill = of_all_ranks(str(error.value))
+    well, ill = training.of_all_ranks(str(error.value))
     assert "other ranks" in well
     assert "cannot be read" in ill
     assert damaged.name in ill
@@ -397,7 +389,7 @@ def test_residuals_are_free_of_autocasts_scale() -> None:
     """A second step reads the scaler's scale once: a GPU's host waits for each reading."""
     largest = []
     for sections in ({}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}):
-        with running("llama", TOPK, **sections) as engine:
+        with training.running("llama", TOPK, **sections) as engine:
             models.train(engine, "llama", 1)
             residuals = ds_ckpt.session_of(engine).residuals
             largest.append(max(float(r.abs().max()) for r in residuals.values()))
@@ -414,7 +406,7 @@ def test_residuals_are_free_of_autocasts_scale() -> None:
 @ranks(2)
 def test_one_exchange_an_accumulated_step() -> None:
     baseline, each, once = (
-        trained("llama", section, 3, accumulation=4)
+        training.trained("llama", section, 3, accumulation=4)
         for section in (
             {},
             topk_section(exchange={"when": "micro_step"}),
@@ -424,7 +416,7 @@ def test_one_exchange_an_accumulated_step() -> None:
     assert each.collectives == 4 * once.collectives
     assert each.sent == pytest.approx(4 * once.sent, rel=0.02)
     assert baseline.losses[:4] == once.losses[:4]
-    assert 0 < largest_gap(baseline.losses, once.losses) < 0.1
+    assert 0 < training.largest_gap(baseline.losses, once.losses) < 0.1
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -439,12 +431,12 @@ def test_gradients_that_the_program_drops_leave_nothing(accumulation: int) -> No
         engine.backward(loss * float("nan"))
         engine.optimizer.zero_grad()
 
-    check_no_trace(drop, 2, SECTIONS["4 bits"], accumulation=accumulation)
+    training.check_no_trace(drop, 2, SECTIONS["4 bits"], accumulation=accumulation)
 
 
 def _entries_held(section: dict[str, Any]) -> tuple[int, int, str]:
     """Entries of residuals that this process holds, those of their parameters, and the summary."""
-    with running("llama", section) as engine:
+    with training.running("llama", section) as engine:
         session = ds_ckpt.session_of(engine)
         models.train(engine, "llama", 2)
         held = sum(r.numel() for r in session.residuals.values())
@@ -471,14 +463,14 @@ def test_residuals_are_divided_by_the_ranks_of_a_node(share: float, between: str
 def test_a_checkpoint_with_two_levels_keeps_residuals_on_the_same_nodes_alone(
     tmp_path: Path, start: list[int], end: list[int]
 ) -> None:
-    with hosts(start), running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
+    with hosts(start), training.running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
         models.train(engine, "llama", 3)
         engine.save_checkpoint(str(tmp_path))
-        saved = unsent(engine)
+        saved = training.unsent(engine)
         assert any(total.any() for total in saved.values())
-    with hosts(end), running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
+    with hosts(end), training.running("llama", SECTIONS["powersgd and 4 bits"]) as engine:
         engine.load_checkpoint(str(tmp_path))
-        loaded = unsent(engine)
+        loaded = training.unsent(engine)
         assert loaded.keys() == (saved.keys() if start == end else set())
         for name, total in loaded.items():
             assert torch.allclose(saved[name], total, rtol=1e-6, atol=1e-9)

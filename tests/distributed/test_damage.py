@@ -13,18 +13,9 @@ from safetensors.torch import load_file
 
 import ds_ckpt
 from ds_ckpt.sealed import SealedFile, write
-from tests.distributed import models
+from tests.distributed import models, training
 from tests.distributed.models import topk_section
 from tests.distributed.pool import ranks
-from tests.distributed.training import (
-    captured_log,
-    fp16_on_cpu,
-    on_rank_0,
-    outcome,
-    refused,
-    resident_config,
-    running,
-)
 
 SECTION = {
     **topk_section(
@@ -64,7 +55,7 @@ def _digest(engine: Any) -> dict[str, Any]:
             digest.update(value.reshape(-1).view(torch.uint8).numpy())
     counts = engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples
     found = {"optimizer": digest.hexdigest(), "counts": counts, "scale": optimizer.loss_scale}
-    return {**found, **outcome(engine, [])}
+    return {**found, **training.outcome(engine, [])}
 
 
 @pytest.mark.timeout(300)
@@ -73,7 +64,7 @@ def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(tmp_path
     """Residuals and factors; training continues to the bit, and another tag loads."""
     results = []
     for damages in ({}, DAMAGES):
-        with running("llama", config=resident_config(SECTION)) as engine:
+        with training.running("llama", config=training.resident_config(SECTION)) as engine:
             models.train(engine, "llama", 2)
             engine.save_checkpoint(str(tmp_path), tag="good")
             good = _digest(engine)
@@ -91,13 +82,13 @@ def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(tmp_path
 
 def _refused(engine: Any, top: Path, act: Callable[[Path], None], words: str) -> None:
     before = _digest(engine)
-    on_rank_0(lambda: shutil.copytree(top / "bad", top / "whole"))
-    on_rank_0(lambda: act(sorted((top / "bad").glob("ds_ckpt_residuals_*"))[1]))
-    with refused(words, "ds_ckpt_residuals_0000", kind=ds_ckpt.StateError):
+    training.on_rank_0(lambda: shutil.copytree(top / "bad", top / "whole"))
+    training.on_rank_0(lambda: act(sorted((top / "bad").glob("ds_ckpt_residuals_*"))[1]))
+    with training.refused(words, "ds_ckpt_residuals_0000", kind=ds_ckpt.StateError):
         engine.load_checkpoint(str(top), tag="bad")
     assert _digest(engine) == before
-    on_rank_0(lambda: shutil.rmtree(top / "bad"))
-    on_rank_0(lambda: (top / "whole").rename(top / "bad"))
+    training.on_rank_0(lambda: shutil.rmtree(top / "bad"))
+    training.on_rank_0(lambda: (top / "whole").rename(top / "bad"))
 
 
 FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
@@ -123,8 +114,8 @@ def test_a_run_that_skips_every_step_warns_once(section, options, warns) -> None
             weight = engine.module.model.norm.weight
             handle = weight.register_hook(lambda grad: handle.remove() or grad * torch.nan)
 
-    with fp16_on_cpu(), running("llama", section, **options) as engine:
-        with captured_log() as logged:
+    with training.fp16_on_cpu(), training.running("llama", section, **options) as engine:
+        with training.captured_log() as logged:
             models.train(engine, "llama", 12, spoil=spoil)
         assert engine.skipped_steps == 12
     warnings = sum("in a row" in line for line in logged)

@@ -14,14 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_ckpt.activation import snapshot
 from ds_ckpt.activation.checkpoint import Call
-from ds_ckpt.activation.snapshot import (
-    COPIED_BYTES,
-    MAX_OBJECTS,
-    CheckpointedModule,
-    Snapshot,
-    holders,
-)
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit import stacks
 from tests.unit.stacks import (
@@ -48,7 +42,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.use = use
         self.calls, self.plain = 0, torch.ones(16)
-        self.large = torch.empty(COPIED_BYTES)
+        self.large = torch.empty(snapshot.COPIED_BYTES)
         self.seen: list[Tensor] = []
         self.alias, self.nested = self.seen, {"list": [0.5]}
         self.last: dict[str, Tensor] = {}
@@ -527,11 +521,11 @@ def test_check_determinism_lets_restored_state_pass(module: str) -> None:
 
 
 def test_the_search_for_changes_is_limited() -> None:
-    many = State([State(n) for n in range(2 * MAX_OBJECTS)])  # type: ignore[arg-type]
+    many = State([State(n) for n in range(2 * snapshot.MAX_OBJECTS)])  # type: ignore[arg-type]
     many.ring = many  # type: ignore[attr-defined]
-    target = CheckpointedModule("", nn.Identity())
-    before, after = (Snapshot(target, [many]).unrestored() for _ in range(2))
-    assert MAX_OBJECTS < len(before) < 3 * MAX_OBJECTS
+    target = snapshot.CheckpointedModule("", nn.Identity())
+    before, after = (snapshot.Snapshot(target, [many]).unrestored() for _ in range(2))
+    assert snapshot.MAX_OBJECTS < len(before) < 3 * snapshot.MAX_OBJECTS
     assert before.keys() == after.keys()
 
 
@@ -539,7 +533,7 @@ def test_deepspeeds_bookkeeping_on_modules_is_let_be() -> None:
     module = nn.Linear(1, 1)
     module.ds_grads_remaining = 1  # type: ignore[assignment]
     module.own = 1  # type: ignore[assignment]
-    names = {name for *_, values in holders([module]) for name in values}
+    names = {name for *_, values in snapshot.holders([module]) for name in values}
     assert names == {"own", "in_features", "out_features", "training", "weight", "bias"}
 
 

@@ -22,15 +22,9 @@ from ds_ckpt.compression import (
     TopK,
     entropy_coded,
     quantize,
+    topk,
 )
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.compression.topk import (
-    MAX_BLOCK,
-    VALUE_FORMATS,
-    blocks_for,
-    encode_values,
-    value_bytes,
-)
 
 FP32 = torch.finfo(torch.float32)
 SCALES = (1.0, 3e-5, 1e-18, 1e-30, 8e-39, 1e-40, 1e-44, 1e18, 1e30, 0.3 * FP32.max, FP32.max)
@@ -59,7 +53,7 @@ numels = st.one_of(
 )
 densities = st.sampled_from([1e-4, 0.01, 1 / 256, 0.1, 0.37, 0.5, 0.9, 1.0])
 codecs: st.SearchStrategy[Codec] = st.one_of(
-    st.builds(TopK, density=densities, values=st.sampled_from(VALUE_FORMATS)),
+    st.builds(TopK, density=densities, values=st.sampled_from(topk.VALUE_FORMATS)),
     st.builds(Dense, st.sampled_from([torch.float32, torch.bfloat16])),
     st.builds(Quantize, bits=st.sampled_from(BITS), block=st.sampled_from(BLOCKS)),
     st.builds(EntropyCoded, bits=st.sampled_from([0.05, 0.33, 0.7, 1.0, 2.0])),
@@ -239,8 +233,8 @@ def test_blocks_send_the_largest_of_each_block(density: float, numel: int, seed:
     if codec.sent(numel) == numel:
         assert torch.equal(arrived, values)
         return
-    blocks = blocks_for(numel, density)
-    assert 1 <= blocks.k <= blocks.rows <= MAX_BLOCK
+    blocks = topk.blocks_for(numel, density)
+    assert 1 <= blocks.k <= blocks.rows <= topk.MAX_BLOCK
     for block in range(blocks.count):
         was, got, kept = (t[block :: blocks.count] for t in (values, arrived, left))
         assert int((got != 0).sum()) == blocks.k
@@ -254,15 +248,15 @@ def test_blocks_send_the_largest_of_each_block(density: float, numel: int, seed:
 def test_the_density_is_what_was_asked_or_slightly_more(density: float, numel: int) -> None:
     sent = TopK(density=density, values="int8").sent(numel) / numel
     assert density * (1 - 1e-9) <= sent <= density * 1.05
-    assert math.gcd(blocks_for(numel, density).count, 30) == 1
+    assert math.gcd(topk.blocks_for(numel, density).count, 30) == 1
 
 
-@pytest.mark.parametrize("fmt", VALUE_FORMATS)
+@pytest.mark.parametrize("fmt", topk.VALUE_FORMATS)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
 def test_values_are_as_precise_as_their_format(fmt: Any, count: int) -> None:
     values = gradient("normal", count, count)
-    out = torch.empty(value_bytes(count, fmt), dtype=torch.uint8)
-    error = (encode_values(values, fmt, out) - values).abs()
+    out = torch.empty(topk.value_bytes(count, fmt), dtype=torch.uint8)
+    error = (topk.encode_values(values, fmt, out) - values).abs()
     bound = {"fp32": 0.0, "bf16": 2**-8, "int8": 0.504 / 127}[fmt]
     for was, off in zip(values.split(64), error.split(64), strict=True):
         assert off.max() <= bound * was.abs().max()

@@ -10,14 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.telemetry.memory import (
-    OUTSIDE,
-    MemoryTracker,
-    ModuleTracker,
-    Position,
-    SavedActivations,
-    Storages,
-)
+from ds_ckpt.telemetry import memory
 
 ROWS, WIDTH = 8, 16
 
@@ -54,7 +47,7 @@ def _input() -> torch.Tensor:
 )
 def test_bytes_that_autograd_saves(run: Any, held: int) -> None:
     x = _input()
-    with SavedActivations(run if isinstance(run, nn.Module) else nn.Identity()) as found:
+    with memory.SavedActivations(run if isinstance(run, nn.Module) else nn.Identity()) as found:
         output = run(x)
     assert output.numel()
     assert found.bytes == held * x.nbytes
@@ -62,7 +55,7 @@ def test_bytes_that_autograd_saves(run: Any, held: int) -> None:
 
 def test_it_leaves_no_cycle_behind() -> None:
     x = _input()
-    with SavedActivations(nn.Identity()):
+    with memory.SavedActivations(nn.Identity()):
         result = x.exp()
     storage = StorageWeakRef(result.untyped_storage())
     del result
@@ -72,7 +65,7 @@ def test_it_leaves_no_cycle_behind() -> None:
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_saved_tensor_changed_in_place_is_refused_as_by_autograd(leaf: bool) -> None:
     model = nn.Linear(WIDTH, WIDTH)
-    with SavedActivations(model):
+    with memory.SavedActivations(model):
         x = torch.randn(ROWS, WIDTH)
         h = x if leaf else _input() * 2
         loss = model(h).sum()
@@ -83,7 +76,7 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_by_autograd(leaf: bool) -
 
 def test_a_number_is_never_given_again() -> None:
     freed: list[int] = []
-    storages = Storages(freed.append)
+    storages = memory.Storages(freed.append)
     first = torch.zeros(100)
     number = storages.number(first)
     assert number is not None
@@ -102,7 +95,7 @@ def test_live_memory_counts_on_every_kind_of_tensor(kind: str) -> None:
     with FakeTensorMode() if kind == "fake" else nullcontext(), torch.no_grad():
         model = nn.Linear(WIDTH, WIDTH, device=device)
         x = torch.empty(ROWS, WIDTH, device=device)
-        with MemoryTracker(model) as tracker:
+        with memory.MemoryTracker(model) as tracker:
             y = model(x.view(ROWS, WIDTH))
             z = y.sin().cos()
             del y
@@ -114,9 +107,9 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
     model, x = Stack(layers=2), _input()
     blocks = {f"layers.{i}": model.layers[i] for i in range(2)}
     gelus = {name: [("mlp", block[1])] for name, block in blocks.items()}
-    where = ModuleTracker(model, blocks, gelus)
-    seen: list[tuple[str, Position]] = []
-    tracker = MemoryTracker(
+    where = memory.ModuleTracker(model, blocks, gelus)
+    seen: list[tuple[str, memory.Position]] = []
+    tracker = memory.MemoryTracker(
         model, operator=lambda op: seen.append((op.func._schema.name, where.place))
     )
     with where, tracker:
@@ -126,11 +119,11 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
             model.layers[1](x)
     places = {name: [p for n, p in seen if n == f"aten::{name}"] for name in ("gelu", "pow")}
     assert places["gelu"] == [
-        Position("forward", "layers.0", "mlp"),
-        Position("forward", "layers.1", "mlp"),
-        Position("recompute", "layers.1", "mlp"),
+        memory.Position("forward", "layers.0", "mlp"),
+        memory.Position("forward", "layers.1", "mlp"),
+        memory.Position("recompute", "layers.1", "mlp"),
     ]
-    assert places["pow"][0] == Position("forward", OUTSIDE)
+    assert places["pow"][0] == memory.Position("forward", memory.OUTSIDE)
     backward = [p.block for n, p in seen if n == "aten::gelu_backward"]
     assert backward == ["layers.1", "layers.0"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -139,12 +132,12 @@ def test_the_place_follows_blocks_parts_and_phases() -> None:
 def test_tensors_of_a_checkpointed_call_belong_to_its_block() -> None:
     model = Stack(layers=2)
     blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    where = ModuleTracker(model, blocks, dict.fromkeys(blocks, ()))
+    where = memory.ModuleTracker(model, blocks, dict.fromkeys(blocks, ()))
 
-    def kept(*_: Any) -> Position:
+    def kept(*_: Any) -> memory.Position:
         return where.saving_place
 
     with where:
         inside = where.around("layers.1.0", lambda f, *args: f(*args), kept, (_input(),), {})
-    assert inside == Position("forward", "layers.1", "checkpointed")
-    assert where.saving_place == Position("forward", OUTSIDE)
+    assert inside == memory.Position("forward", "layers.1", "checkpointed")
+    assert where.saving_place == memory.Position("forward", memory.OUTSIDE)

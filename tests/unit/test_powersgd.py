@@ -14,15 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from virtual import World, assemble
 
 from ds_ckpt.compression import Compressor, LowRank, TopK, powersgd
-from ds_ckpt.compression.powersgd import (
-    back_project,
-    initial_factor,
-    matrix_shape,
-    orthogonalize,
-    product_entries,
-    project,
-    subtract_product_,
-)
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.low_rank import RowBlocks
@@ -82,20 +73,20 @@ def gap_from_orthonormal(factor: Tensor) -> float:
 def test_any_finite_input_becomes_orthonormal(shape: tuple[int, int], seed: int, kind: str) -> None:
     factor = degenerate(shape, seed, kind)
     before = factor.clone()
-    unit = orthogonalize(factor)
+    unit = powersgd.orthogonalize(factor)
     assert unit.dtype == torch.float32
     assert unit.shape == shape
     assert gap_from_orthonormal(unit) < ORTHONORMAL
     assert torch.equal(factor, before)
     elsewhere = torch.zeros(shape[0] + 1, shape[1])[1:].copy_(factor)
     for same in (factor, elsewhere, factor.t().contiguous().t()):
-        assert torch.equal(orthogonalize(same), unit)
+        assert torch.equal(powersgd.orthogonalize(same), unit)
 
 
 @given(thin(), seeds, st.sampled_from(["normal", "some zero", "uneven"]))
 def test_the_first_columns_span_the_first_columns(shape, seed, kind) -> None:
     factor = degenerate(shape, seed, kind)
-    unit, wide = orthogonalize(factor).double(), factor.double()
+    unit, wide = powersgd.orthogonalize(factor).double(), factor.double()
     for count in range(1, shape[1] + 1):
         kept, column = unit[:, :count], wide[:, count - 1]
         left = column - kept @ (kept.T @ column)
@@ -106,13 +97,13 @@ def test_the_first_columns_span_the_first_columns(shape, seed, kind) -> None:
 def test_rounding_errors_do_not_choose_a_direction(independent, dependent, times, seed) -> None:
     """Machines whose arithmetic differs in the last bit must agree on dependent columns too."""
     rows, count = times * (independent + dependent), independent + dependent
-    base = orthogonalize(normal(rows, independent, seed=seed)).double()
+    base = powersgd.orthogonalize(normal(rows, independent, seed=seed)).double()
     mixed = base @ normal(independent, dependent, seed=seed + 1).double()
     # a dependent column may come anywhere behind what it depends on
     tail = base[:, independent // 2 :].repeat(1, 2)[:, : count - independent]
     for factor in (torch.cat([base, mixed], 1), torch.cat([base, tail, 0 * mixed], 1)[:, :count]):
         noise = normal(*factor.shape, seed=seed + 3).double() * 2.0**-27
-        gap = orthogonalize(factor * (1 + noise)) - orthogonalize(factor)
+        gap = powersgd.orthogonalize(factor * (1 + noise)) - powersgd.orthogonalize(factor)
         assert gap.abs().max() < 1e-5
 
 
@@ -120,12 +111,12 @@ def test_rounding_errors_do_not_choose_a_direction(independent, dependent, times
 def test_factors_together_are_those_alone(shapes: list[tuple[int, int]], seed: int) -> None:
     factors = [normal(*shape, seed=seed + i) for i, shape in enumerate([*shapes, *shapes])]
     for factor, unit in zip(factors, powersgd.orthogonalize_all(factors), strict=True):
-        assert torch.equal(unit, orthogonalize(factor))
+        assert torch.equal(unit, powersgd.orthogonalize(factor))
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
 def test_a_tensor_is_split_where_the_factors_are_smallest(shape: list[int]) -> None:
-    rows, columns = matrix_shape(torch.Size(shape))
+    rows, columns = powersgd.matrix_shape(torch.Size(shape))
     assert rows * columns == math.prod(shape)
     for at in range(1, len(shape)):
         assert rows + columns <= math.prod(shape[:at]) + math.prod(shape[at:])
@@ -133,21 +124,21 @@ def test_a_tensor_is_split_where_the_factors_are_smallest(shape: list[int]) -> N
 
 
 def test_matrices_are_what_they_are() -> None:
-    assert matrix_shape(torch.Size([3, 1000])) == (3, 1000)
-    assert matrix_shape(torch.Size([64, 128, 3, 3])) == (64, 1152)  # a convolution
-    assert matrix_shape(torch.Size([4, 4, 4])) == (4, 16)  # the first of equals
-    assert matrix_shape(torch.Size([])) == (1, 1)
+    assert powersgd.matrix_shape(torch.Size([3, 1000])) == (3, 1000)
+    assert powersgd.matrix_shape(torch.Size([64, 128, 3, 3])) == (64, 1152)  # a convolution
+    assert powersgd.matrix_shape(torch.Size([4, 4, 4])) == (4, 16)  # the first of equals
+    assert powersgd.matrix_shape(torch.Size([])) == (1, 1)
 
 
 def test_first_factors_are_orthonormal_and_follow_from_the_name() -> None:
-    first = initial_factor("a", 300, 8, "cpu")
-    assert torch.equal(first, initial_factor("a", 300, 8, torch.device("cpu")))
-    assert not torch.equal(first, initial_factor("b", 300, 8, "cpu"))
+    first = powersgd.initial_factor("a", 300, 8, "cpu")
+    assert torch.equal(first, powersgd.initial_factor("a", 300, 8, torch.device("cpu")))
+    assert not torch.equal(first, powersgd.initial_factor("b", 300, 8, "cpu"))
     assert gap_from_orthonormal(first) < ORTHONORMAL
     # Written down: a change would make processes of different versions disagree.
     generator = torch.Generator().manual_seed(0xE8B7BE43)  # the CRC-32 of "a"
     expected = torch.randn(3, 1, generator=generator)
-    assert torch.allclose(initial_factor("a", 3, 1, "cpu"), expected / expected.norm())
+    assert torch.allclose(powersgd.initial_factor("a", 3, 1, "cpu"), expected / expected.norm())
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.data(), seeds)
@@ -155,22 +146,22 @@ def test_projections_and_products(rows: int, columns: int, data: st.DataObject, 
     rank = data.draw(st.integers(1, min(rows, columns)))
     matrix = normal(rows, columns, seed=seed)
     q = normal(columns, rank, seed=seed + 1)
-    p = project(matrix, q)
+    p = powersgd.project(matrix, q)
     torch.testing.assert_close(p.double(), matrix.double() @ q.double(), rtol=1e-5, atol=1e-5)
-    unit = orthogonalize(p)
-    back = back_project(matrix, unit)
+    unit = powersgd.orthogonalize(p)
+    back = powersgd.back_project(matrix, unit)
     wide = matrix.double().T @ unit.double()
     torch.testing.assert_close(back.double(), wide, rtol=1e-5, atol=1e-5)
 
     left = matrix.clone()
-    assert subtract_product_(left, unit, back) is left
+    assert powersgd.subtract_product_(left, unit, back) is left
     # sent plus left is what was there; a projection leaves no more energy than there was
-    sent = product_entries(unit, back, 0, matrix.numel(), columns)
+    sent = powersgd.product_entries(unit, back, 0, matrix.numel(), columns)
     torch.testing.assert_close(left.view(-1) + sent, matrix.view(-1), rtol=1e-6, atol=2e-6)
     assert left.norm() <= matrix.norm() * (1 + 1e-6)
     start = data.draw(st.integers(0, matrix.numel()))
     stop = data.draw(st.integers(start, matrix.numel()))
-    part = product_entries(unit, back, start, stop, columns)
+    part = powersgd.product_entries(unit, back, start, stop, columns)
     assert part.shape == (stop - start,)
     assert part.is_contiguous()
     torch.testing.assert_close(part, sent[start:stop], rtol=1e-5, atol=1e-6)
@@ -198,8 +189,8 @@ def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: st
     chosen = torch.backends.mkldnn.matmul.fp32_precision
     try:
         with _Precisions() as precisions:
-            found = project(matrix, q), back_project(matrix, p)
-            found += (subtract_product_(matrix.clone(), p, q),)
+            found = powersgd.project(matrix, q), powersgd.back_project(matrix, p)
+            found += (powersgd.subtract_product_(matrix.clone(), p, q),)
         assert precisions.seen == {"ieee"}
         exact = wide @ q.double(), wide.T @ p.double(), wide - p.double() @ q.double().T
         for product, expected in zip(found, exact, strict=True):

@@ -9,18 +9,8 @@ import pytest
 from rich.console import Console
 
 from ds_ckpt.errors import UnsupportedError
-from ds_ckpt.lab.report import charts
+from ds_ckpt.lab.report import charts, document
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
-from ds_ckpt.lab.report.document import (
-    Code,
-    Document,
-    Heading,
-    Items,
-    Paragraph,
-    Plot,
-    ReportSection,
-    Table,
-)
 from ds_ckpt.telemetry import units
 
 ROWS = Rows(
@@ -42,30 +32,32 @@ LINES = Lines(
     logarithmic="xy",
     levels=[(2.5, "so high")],
 )
-WHOLE = Document(
+WHOLE = document.Document(
     "A title <b>",
     ["Opening [bold]words[/bold]."],
     [
-        ReportSection(
+        document.ReportSection(
             "All kinds",
             [
-                Heading("A heading"),
-                Paragraph("A paragraph & more."),
-                Items(["an item"]),
-                Code(['{"key": ' + "1" * 90 + "}"]),
-                Table(
+                document.Heading("A heading"),
+                document.Paragraph("A paragraph & more."),
+                document.Items(["an item"]),
+                document.Code(['{"key": ' + "1" * 90 + "}"]),
+                document.Table(
                     ["name", "value, s", "remark"],
                     [["a", "1.5", "said"], ["b", "2.5", "unsaid"]],
                     meanings=["who", "how much", "why"],
                     tones=["good", ""],
                     page_only=["remark"],
                 ),
-                Table(["first", "second", "third"], [[letter * 50 for letter in "abc"]]),
-                Plot("plot", [ROWS, LINES], "A caption."),
+                document.Table(["first", "second", "third"], [[letter * 50 for letter in "abc"]]),
+                document.Plot("plot", [ROWS, LINES], "A caption."),
             ],
         ),
-        ReportSection("A chart alone", [Plot("alone", [LINES], "Another caption.")]),
-        ReportSection("Empty", []),
+        document.ReportSection(
+            "A chart alone", [document.Plot("alone", [LINES], "Another caption.")]
+        ),
+        document.ReportSection("Empty", []),
     ],
 )
 

@@ -18,6 +18,7 @@ from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.exchange.metric import EVERY
+from ds_ckpt.lab import workload
 from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
 from ds_ckpt.lab.validate.runs import train
 from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
@@ -27,15 +28,6 @@ from ds_ckpt.lab.validate.world import (
     Recipe,
     VirtualWorkers,
     sixteen_bit_step_bytes,
-)
-from ds_ckpt.lab.workload import (
-    HELDOUT_SHARE,
-    Corpus,
-    embedded_corpus,
-    file_corpus,
-    load_corpus,
-    split_topics,
-    training_batch,
 )
 
 pytest.importorskip("transformers")
@@ -212,14 +204,14 @@ def test_runs_of_one_seed_draw_and_drop_out_the_same() -> None:
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return embedded_corpus()
+def corpus() -> workload.Corpus:
+    return workload.embedded_corpus()
 
 
 @pytest.mark.slow
 def test_another_process_with_another_hash_seed_gets_the_same(corpus, tmp_path) -> None:
     share = len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout))
-    assert share == pytest.approx(HELDOUT_SHARE, rel=0.2)
+    assert share == pytest.approx(workload.HELDOUT_SHARE, rel=0.2)
     assert len(corpus.train) > 1_000_000
     code = "from ds_ckpt.lab.workload import embedded_corpus as c; print(c().sha256)"
     run = subprocess.run(
@@ -231,20 +223,20 @@ def test_another_process_with_another_hash_seed_gets_the_same(corpus, tmp_path) 
         timeout=120,
     )
     corpus.save(tmp_path)
-    assert run.stdout.strip() == corpus.sha256 == load_corpus(tmp_path).sha256
+    assert run.stdout.strip() == corpus.sha256 == workload.load_corpus(tmp_path).sha256
 
 
 def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:
     topics = {f"t{i}": f"<{i}>".encode() * (50 + i) for i in range(100)}
-    found = split_topics(topics, source="x")
-    assert found == split_topics(dict(reversed(topics.items())), source="x")
+    found = workload.split_topics(topics, source="x")
+    assert found == workload.split_topics(dict(reversed(topics.items())), source="x")
     # and no topic stands on both sides
     assert all((text in found.train) != (text in found.heldout) for text in topics.values())
 
 
-def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
+def test_batches_depend_on_seed_step_and_process_only(corpus: workload.Corpus) -> None:
     def batch(seed: int, step: int, process: int) -> torch.Tensor:
-        return training_batch(corpus.train, 3, 64, seed, step, process)
+        return workload.training_batch(corpus.train, 3, 64, seed, step, process)
 
     first = batch(1, 5, 0)
     assert torch.equal(first, batch(1, 5, 0))
@@ -252,7 +244,7 @@ def test_batches_depend_on_seed_step_and_process_only(corpus: Corpus) -> None:
     for other in (batch(1, 6, 0), batch(1, 5, 1), batch(2, 5, 0)):
         assert not torch.equal(first, other)
     with pytest.raises(ConfigError, match="a sequence takes 64"):
-        training_batch(b"x" * 64, 1, 64, seed=0, step=0, process=0)
+        workload.training_batch(b"x" * 64, 1, 64, seed=0, step=0, process=0)
 
 
 @pytest.mark.parametrize("content", [None, "", "a short text\n\n"])
@@ -261,7 +253,7 @@ def test_an_unusable_file_is_refused_with_a_message(tmp_path: Path, content: str
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match="--text") as caught:
-        file_corpus(path)
+        workload.file_corpus(path)
     assert "fix:" in str(caught.value)
 
 
