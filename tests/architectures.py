@@ -6,17 +6,14 @@ import torch
 from torch import nn
 
 VOCAB = 48
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WIDE = {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
 _LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 40,
-    "num_attention_heads": 2,
+    **_TOKENS,
+    **_WIDE,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _NEOX = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "head_dim")}
 _OPT = {
@@ -24,7 +21,6 @@ _OPT = {
     "ffn_dim": 40,
     "word_embed_proj_dim": 16,
 }
-_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _BART = {
     "d_model": 16,
     "encoder_attention_heads": 2,
@@ -48,7 +44,6 @@ def _kind(
     return name, name.removesuffix("Text") + model, sizes, tuple(layers.split())
 
 
-_WIDE = {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
 _T5 = {"d_model": 16, "d_kv": 8, "d_ff": 40, "num_heads": 2, "vocab_size": VOCAB}
 _T5 |= {"decoder_start_token_id": 0}
 _QWEN = {**_LLAMA, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}

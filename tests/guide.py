@@ -15,13 +15,11 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "add_a_compressor.md"
 
 
 def block(language: str) -> str:
-    """The page's block of that language."""
     (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     return str(found)
 
 
 def section() -> dict[str, Any]:
-    """The page's compression section."""
     found: dict[str, Any] = json.loads(block("json"))
     return found
 

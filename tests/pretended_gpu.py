@@ -242,7 +242,6 @@ class Gpu:
 
     @staticmethod
     def tensor(values: Tensor) -> Tensor:
-        """On the device."""
         return OnDevice(values)
 
     @contextlib.contextmanager
@@ -267,7 +266,6 @@ class Gpu:
         return quiet
 
     def forget(self) -> None:
-        """Start to count anew."""
         self.findings.clear()
         self.waits.clear()
         self.launches.clear()
@@ -288,7 +286,6 @@ class Gpu:
         self._of(_inner(tensor)).recorded.add(stream)
 
     def _of(self, tensor: Tensor, *, on_host: bool = False) -> _Memory:
-        """Return the record of a plain tensor's storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         memory = self._memory.get(key)
@@ -412,7 +409,6 @@ class _Watch(TorchDispatchMode):
         return tensor if on_host or self._gpu._plain else OnDevice(tensor)
 
     def _note(self, func, name, args, kwargs, result, given, homes, *, between) -> None:
-        """Tell the device what was read and written."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         values = [*args, *kwargs.values()]

@@ -29,10 +29,8 @@ def own_network() -> None:
 
 
 def is_isolated() -> bool:
-    """Return whether this process has its own network namespace."""
     return os.environ.get(_MARK) == "1"
 
 
 def loopback_sent_bytes() -> int:
-    """Return the bytes that the loopback of this network namespace has sent so far."""
     return sent_bytes("lo")

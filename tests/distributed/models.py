@@ -238,5 +238,4 @@ def weights_digest(engine: Any) -> str:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether it is one of transformers' checkpointed layers."""
     return any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)

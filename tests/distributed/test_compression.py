@@ -1,6 +1,7 @@
 """Compression on real ZeRO-3 engines, in any precision, over two levels too: laws 1, 3, 4 and 5."""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,8 @@ from ds_ckpt.patch import Patches
 from ds_ckpt.zero3 import compatibility
 from tests.distributed import models, training
 from tests.distributed.models import quantize_section, topk_section
-from tests.distributed.pool import hosts, ranks
+from tests.distributed.pool import fresh, hosts, ranks
+from tests.distributed.training import captured_log, convert, of_all_ranks, running, trained, unsent
 
 SLOW = pytest.mark.slow
 TOPK = topk_section(topk={"density": 0.05})
@@ -475,3 +477,131 @@ def test_a_checkpoint_with_two_levels_keeps_residuals_on_the_same_nodes_alone(
         for name, total in loaded.items():
             assert torch.allclose(saved[name], total, rtol=1e-6, atol=1e-9)
         assert all(loss == loss for loss in models.train(engine, "llama", 2, first=10))
+
+
+OWN = 0.9
+
+
+def section_of(momentum: Any = 0.4, **compression: Any) -> dict[str, Any]:
+    feedback = {"momentum": momentum}
+    return topk_section(topk={"density": 0.05}, error_feedback=feedback, **compression)
+
+
+def _start(section: dict[str, Any], optimizer: Any, **options: Any) -> Any:
+    """An engine with an optimizer of ours, matrices and the rest in groups of their own."""
+    fresh()
+    config = models.zero3_config(ds_ckpt=section, **options)
+    del config["optimizer"]
+    model = models.build("llama")
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim > 1) == large] for large in (True, False)
+    )
+    engine, *_ = ds_ckpt.initialize(
+        model=model,
+        optimizer=optimizer([{"params": matrices}, {"params": vectors}], lr=1e-3),
+        config=config,
+    )
+    engine.train()
+    return engine
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulation": 2}, {"offload_optimizer": True, "clip": 0.1}, {"bf16": {"enabled": True}}],
+    ids=["accumulation", "offload", "bf16"],
+)
+@pytest.mark.sampled(2)
+@ranks(2)
+def test_the_first_moment_is_corrected_from_the_warm_ups_end(options: dict[str, Any]) -> None:
+    engine = _start(section_of(warmup_steps=2), torch.optim.AdamW, **options)
+    optimizer, groups = engine.optimizer.optimizer, engine.optimizer.param_groups
+    seen: list[list[tuple[int, float]]] = []
+    step, own = optimizer.step, [group["betas"] for group in groups]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = [(i, g["betas"][0]) for i, g in enumerate(optimizer.param_groups) if g["params"]]
+        seen[-1] += found
+        return step(*args, **kwargs)
+
+    optimizer.step = watched
+    for number in range(4):
+        seen.append([])
+        models.train(engine, "llama", 1, first=number)
+        assert all(g["betas"] is b for g, b in zip(groups, own, strict=True))
+    for betas in seen[:2]:
+        assert all(b1 == OWN for _, b1 in betas)
+    for betas in seen[2:]:
+        assert {group for group, _ in betas} == {0, 1}
+        assert all(b1 < OWN if group == 0 else b1 == OWN for group, b1 in betas)  # norms: dense
+    summary = ds_ckpt.session_of(engine).summary
+    assert "momentum correction 0.4" in summary
+    one, other = of_all_ranks((seen, summary))
+    assert one == other
+    engine.destroy()
+
+
+@ranks(2)
+def test_it_is_off_by_default() -> None:
+    off, on = (trained("llama", section_of(how), 3) for how in ("none", 0.4))
+    plain = trained("llama", topk_section(topk={"density": 0.05}), 3)
+    assert off.losses == plain.losses
+    assert off.weights == plain.weights
+    assert on.losses[:1] == off.losses[:1]
+    assert on.losses != off.losses
+
+
+@ranks(2)
+def test_another_optimizer_is_not_corrected() -> None:
+    engine = _start(section_of(), torch.optim.SGD)
+    models.train(engine, "llama", 2)
+    summary = ds_ckpt.session_of(engine).summary
+    assert "SGD is not" in summary.partition("no momentum correction: ")[2]
+    engine.destroy()
+
+
+def _save_universal(folder: Path) -> dict[str, Any]:
+    with running("llama", SECTIONS["powersgd bf16"]) as engine:
+        models.train(engine, "llama", 3)
+        engine.save_checkpoint(str(folder))
+        return {"weights": models.weights_digest(engine), "unsent": unsent(engine)}
+
+
+def _load_universal(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str, Any]:
+    """Load a universal checkpoint and train on. If `again` names a folder, it is saved there as it
+    was loaded."""
+    with running("llama", SECTIONS["powersgd bf16"], checkpoint={"load_universal": True}) as engine:
+        with captured_log() as logged:
+            models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep
+            engine.load_checkpoint(str(folder))
+        if again:
+            engine.save_checkpoint(again)
+        warnings = sum("holds no residuals; they start at 0" in line for line in logged)
+        assert warnings == (not holds_residuals)
+        assert engine.global_steps == 3
+        found = {"weights": models.weights_digest(engine), "unsent": unsent(engine)}
+        assert all(loss == loss for loss in models.train(engine, "llama", 3, first=3))
+        assert len(ds_ckpt.session_of(engine).residuals) > 3
+    return found
+
+
+@pytest.mark.slow
+def test_universal_checkpoints_work_with_compression_on(world2, world4, tmp_path) -> None:
+    """They are DeepSpeed's way to another world; residuals come along, without a hand copy."""
+    four = tmp_path / "on four"
+    saved = world2.run(_save_universal, tmp_path)
+    universal = convert(tmp_path, "global_step3")
+    shutil.rmtree(tmp_path / "global_step3")
+    more = world4.run(_load_universal, tmp_path, holds_residuals=True, again=str(four))
+    convert(four, "global_step3")
+    fewer = world2.run(_load_universal, four, holds_residuals=True)
+    for path in universal.glob("ds_ckpt_residuals_*"):
+        path.unlink()
+    without = world2.run(_load_universal, tmp_path, holds_residuals=False)
+    assert all(process["unsent"] == {} for process in without)
+    assert [p["weights"] for p in without] == [p["weights"] for p in saved]
+    for process in (*more, *fewer):
+        assert process["unsent"].keys() == saved[0]["unsent"].keys()
+        for name, total in saved[0]["unsent"].items():
+            assert total.abs().max() > 0
+            gap = (process["unsent"][name] - total).abs().max()
+            assert gap <= 1e-6 * total.abs().max()

@@ -47,7 +47,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def _digest(engine: Any) -> dict[str, Any]:
-    """Everything that a load may replace."""
     optimizer, digest = engine.optimizer, hashlib.sha256()
     for flat in optimizer.fp32_partitioned_groups_flat:
         digest.update(flat.detach().view(torch.uint8).numpy())

@@ -21,17 +21,9 @@ from deepspeed.utils import groups
 
 import ds_ckpt
 from ds_ckpt.engine import tuner as tuning
-from tests.distributed import models
+from tests.distributed import models, tensor_parallel
 from tests.distributed.models import topk_section
 from tests.distributed.pool import fresh, hosts, once, ranks
-from tests.distributed.tensor_parallel import (
-    MegatronMpu,
-    ParallelModel,
-    across,
-    auto_tp,
-    neighbours,
-    ulysses_forgotten,
-)
 from tests.distributed.training import DENSE, convert, refused
 
 SIZE = 2
@@ -45,7 +37,6 @@ METHODS = {
     ),
 }
 RESIDENT = {"weights": {"resident": True}}
-ACTIVATION: dict[str, Any] = {"policy": "block", "offload_min_bytes": 0}
 
 
 class _MeanOfTokens(torch.autograd.Function):
@@ -86,7 +77,10 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
     fresh()
     config = models.zero3_config(**{"clip": 1.0, **options}, **sections)
     arguments: dict[str, Any] = {}
-    with ulysses_forgotten(), auto_tp(SIZE) if kind in ("tp", "init") else nullcontext():
+    with (
+        tensor_parallel.ulysses_forgotten(),
+        tensor_parallel.auto_tp(SIZE) if kind in ("tp", "init") else nullcontext(),
+    ):
         if kind in ("tp", "init"):
             config["tensor_parallel"] = {"autotp_size": SIZE}
         if kind in ULYSSES:
@@ -94,8 +88,10 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
         if kind == "mesh":
             config["data_parallel_size"] = SIZE
         if kind == "megatron":
-            arguments["mpu"] = mpu = MegatronMpu(neighbours(SIZE), across(SIZE))
-            model: Any = ParallelModel(mpu.get_model_parallel_group())
+            arguments["mpu"] = mpu = tensor_parallel.MegatronMpu(
+                tensor_parallel.neighbours(SIZE), tensor_parallel.across(SIZE)
+            )
+            model: Any = tensor_parallel.ParallelModel(mpu.get_model_parallel_group())
         elif kind == "init":
             with deepspeed.zero.Init(config_dict_or_path=config):
                 model = models.build("llama")
@@ -159,7 +155,6 @@ def digests(engine: Any) -> dict[str, str]:
 
 
 def _owed(engine: Any) -> dict[str, torch.Tensor]:
-    """Residuals summed over the ranks that exchange."""
     sums = {}
     for name, residual in sorted(ds_ckpt.session_of(engine).residuals.items()):
         sums[name] = residual.double()
@@ -282,7 +277,8 @@ def conservation(kind: str, sections: dict[str, Any], steps: int) -> float:
 
 def _with_inputs(kind: str, section: dict[str, Any]) -> dict[str, Any]:
     """Checkpointed blocks whose inputs go to the host, split first with tensor parallelism."""
-    activation, inputs = {**ACTIVATION}, {"cpu_checkpointing": True}
+    activation: dict[str, Any] = {"policy": "block", "offload_min_bytes": 0}
+    inputs = {"cpu_checkpointing": True}
     if kind not in ULYSSES:
         activation["partition_min_bytes"] = 0
         inputs["partition_activations"] = True

@@ -127,7 +127,6 @@ def convert(folder: Path, tag: str) -> Path:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

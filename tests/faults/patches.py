@@ -80,7 +80,6 @@ class Fault:
 
 
 def read_all(folder: Path = FOLDER) -> list[Fault]:
-    """Every fault, by name."""
     return [Fault.read(path) for path in sorted(folder.glob("*.patch"))]
 
 

@@ -78,7 +78,6 @@ def processes(host: Host) -> list[psutil.Process]:
 
 
 def trials(folder: Path) -> list[Trial]:
-    """Return the trials of a run of `measure`."""
     return [s for s in Store(folder).read() if isinstance(s, Trial)]
 
 

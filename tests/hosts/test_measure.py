@@ -43,7 +43,6 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run from end to end."""
     folder = tmp_path_factory.mktemp("measure") / "run"
     process = start([f"--output={folder}", "--rates=200mbit", *LARGER])
     output = process.communicate(timeout=700)[0]

@@ -321,8 +321,6 @@ def test_blocks_in_evaluation_mode_are_checkpointed(kind: str) -> None:
 
 
 class Calls(nn.Module):
-    """Applies a function."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function

@@ -287,8 +287,6 @@ def _gradient_inside(x: Tensor) -> Tensor:
 
 
 class SavesTwice(torch.autograd.Function):
-    """Unpacks its saved tensors twice."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = x.exp()

@@ -32,7 +32,6 @@ _PARTS = {"a": "a.policy=block", "c": "c.method=topk", "w": "w.resident=true"}
 
 
 def full(path: str) -> str:
-    """The JSON path of a short one."""
     first, dot, rest = path.partition(".")
     path = f"{_SECTIONS.get(first, first)}{dot}{rest}"
     return path if path.startswith("$") else f"$.{path}"
@@ -74,7 +73,6 @@ def short(text: str) -> str:
 
 
 def read_row(row: str) -> tuple[str, dict[str, str]]:
-    """Return keys, and words by path."""
     keys, _, reported = row.partition("->")
     return keys, dict(one.strip().split(": ") for one in reported.split(" | ") if one.strip())
 

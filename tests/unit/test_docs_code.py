@@ -73,7 +73,6 @@ def _spans(page: Path) -> Iterator[Code]:
 
 
 def _commands(block: Code) -> Iterator[Code]:
-    """Commands of a shell block, one each."""
     for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
         for command in re.sub(r"(^|\s)#.*", "", line).split(" && "):
             if command.strip():

@@ -288,7 +288,6 @@ def this_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leader(folder: Path, listener: Listener) -> Heartbeat:
-    """Rank 0 of a launch."""
     found = Heartbeat(folder, launch=listener.launch, stall_s=600.0)
     found.lead()
     return found

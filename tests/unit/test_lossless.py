@@ -95,7 +95,6 @@ def test_ranks_of_a_node_share_its_cores(environment, bound, threads, monkeypatc
 
 
 def entropy_given_exponent(old: Tensor, new: Tensor) -> float:
-    """Bits an element."""
     before, after = (b ^ (b >> 31 & 0x7FFF) for b in (bits(old).int(), bits(new).int()))
     change = after - before
     exponent = (bits(old).int() >> 7) & 0xFF
@@ -140,7 +139,6 @@ def test_a_damaged_payload_is_refused() -> None:
 
 
 def kernels(patch: pytest.MonkeyPatch) -> None:
-    """Run kernels, in Triton's interpreter."""
     patch.setattr(lossless.fused, "is_supported", lambda device: True)
 
 

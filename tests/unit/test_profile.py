@@ -18,16 +18,7 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped, survey
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
-from ds_ckpt.lab.estimate.profile import (
-    Footprint,
-    Options,
-    Profile,
-    blocks_of,
-    compared,
-    footprints,
-    make_profile,
-    units_of,
-)
+from ds_ckpt.lab.estimate import profile as profiling
 from ds_ckpt.lab.estimate.profile_report import document, findings
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE
@@ -48,11 +39,11 @@ def _subject(kind: str, **options: object) -> Subject:
 @pytest.mark.parametrize("kind", ["llama", "bart", "t5", "vit", "mixtral"])
 @pytest.mark.sampled(2)
 def test_real_tensors_hold_and_compute_the_same(kind: str) -> None:
-    subject, wanted = _subject(kind), compared(("block", "selective"), None, None)
+    subject, wanted = _subject(kind), profiling.compared(("block", "selective"), None, None)
     model, batch = subject.build(2)
-    for fake in footprints(subject, 2, wanted, None):
-        units = units_of(fake.policy, wanted[fake.policy], model)
-        real = StepTrace(model, blocks_of(model, None)[0])
+    for fake in profiling.footprints(subject, 2, wanted, None):
+        units = profiling.units_of(fake.policy, wanted[fake.policy], model)
+        real = StepTrace(model, profiling.blocks_of(model, None)[0])
         real.run(lambda: run_forward(model, batch), units)
         assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.03)
         total = real.total()
@@ -62,10 +53,10 @@ def test_real_tensors_hold_and_compute_the_same(kind: str) -> None:
 
 def test_the_peak_is_that_of_the_allocator() -> None:
     subject = find_subject("demo", Sizes(tokens=192))
-    wanted = compared(("block", "mlp", "selective"), None, None)
+    wanted = profiling.compared(("block", "mlp", "selective"), None, None)
     model, batch = subject.build(1)
-    for fake in footprints(subject, 1, wanted, None):
-        units = units_of(fake.policy, wanted[fake.policy], model)
+    for fake in profiling.footprints(subject, 1, wanted, None):
+        units = profiling.units_of(fake.policy, wanted[fake.policy], model)
         put = None if units is None else CheckpointedBlocks(model, units=units)
         seen = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with gradients_dropped(model), seen:
@@ -80,7 +71,9 @@ def test_the_peak_is_that_of_the_allocator() -> None:
 
 
 def test_the_survey_of_a_budget_counts_the_same() -> None:
-    (footprint,) = footprints(_subject("llama"), 2, compared((), None, None), None)
+    (footprint,) = profiling.footprints(
+        _subject("llama"), 2, profiling.compared((), None, None), None
+    )
     found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
     assert found.saved_bytes == footprint.held_bytes
     held = [sum(parts.values()) for name, parts in footprint.blocks.items() if name != OUTSIDE]
@@ -89,7 +82,9 @@ def test_the_survey_of_a_budget_counts_the_same() -> None:
 
 def test_work_and_bytes_of_a_step_by_hand() -> None:
     subject = find_subject(f"{MODELS}:stack", Sizes())
-    none, block = footprints(subject, 2, compared(("block",), ["Mixer"], None), ["Mixer"])
+    none, block = profiling.footprints(
+        subject, 2, profiling.compared(("block",), ["Mixer"], None), ["Mixer"]
+    )
     # two products a block on 2 x 8 rows; the recompute ends before the second one's result
     product = 2 * 16 * WIDTH * 4 * WIDTH
     assert none.forward.flops == 4 * 2 * product
@@ -112,10 +107,10 @@ def test_work_and_bytes_of_a_step_by_hand() -> None:
 def test_settings_behind_a_colon_and_bytes_in_host_memory() -> None:
     subject = find_subject(f"{MODELS}:stack", Sizes())
     names = ("segments:2", "segments:sqrt", "every_n:4", "offload")
-    wanted = compared(names, ["Mixer"], None)
+    wanted = profiling.compared(names, ["Mixer"], None)
     assert wanted["segments:sqrt"]["segment_size"] == "sqrt"  # type: ignore[index]
     wanted["offload"] = {**wanted["offload"], "offload_min_bytes": 0}  # type: ignore[dict-item]
-    none, two, root, fourth, offload = footprints(subject, 2, wanted, ["Mixer"])
+    none, two, root, fourth, offload = profiling.footprints(subject, 2, wanted, ["Mixer"])
     assert two.recompute == root.recompute  # both are two of two blocks
     assert fourth.held_bytes > two.held_bytes
     block = sum(none.blocks["layers.2"].values())
@@ -143,16 +138,16 @@ def test_a_recompute_can_be_the_peak() -> None:
 
     subject = Subject("wide", lambda _: (torch.nn.Sequential(Wide(), Wide()), torch.randn(1000)))
     wanted = {"block": {"policy": "block", "modules": ["Wide"]}}
-    (footprint,) = footprints(subject, 1, wanted, ["Wide"])
+    (footprint,) = profiling.footprints(subject, 1, wanted, ["Wide"])
     assert footprint.peak_phase in ("recompute", "backward")
     assert footprint.peak_bytes > 20 * 4000
 
 
 @pytest.fixture(scope="module")
-def measured() -> Profile:
+def measured() -> profiling.Profile:
     """Two batches of the demo model."""
-    return make_profile(
-        Options(
+    return profiling.make_profile(
+        profiling.Options(
             "demo",
             batches=(1, 2),
             sizes=Sizes(tokens=32),
@@ -179,17 +174,19 @@ def test_the_report_is_as_on_record(measured, is_golden) -> None:
         (1, "Nothing fits into 0.0010 KiB"),
     ],
 )
-def test_findings_and_their_configuration(measured: Profile, limit: int, found: str) -> None:
+def test_findings_and_their_configuration(
+    measured: profiling.Profile, limit: int, found: str
+) -> None:
     profile = replace(measured, limit_bytes=limit)
     (config,) = [config for text, config in findings(profile) if found in text]
     parse({"zero_optimization": {"stage": 3}, **config}, source=found)
 
 
-def test_the_best_is_the_largest_batch_that_fits(measured: Profile) -> None:
-    def step(policy: str, batch: int, peak: int) -> Footprint:
+def test_the_best_is_the_largest_batch_that_fits(measured: profiling.Profile) -> None:
+    def step(policy: str, batch: int, peak: int) -> profiling.Footprint:
         work = Work(1, 10 * batch + (policy == "block"), 1)
         args = (batch, 10, peak, {}, peak, "forward", "a", work, work, work)
-        return Footprint(policy, None, *args)  # type: ignore[arg-type]
+        return profiling.Footprint(policy, None, *args)  # type: ignore[arg-type]
 
     steps = (step("none", 1, 100), step("none", 4, 400), step("block", 4, 40), step("block", 8, 80))
     base = measured.states.resident_bytes

@@ -19,16 +19,11 @@ from ds_ckpt.exchange import exchange
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.lab import workload
+from ds_ckpt.lab.validate import world as worlds
 from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
 from ds_ckpt.lab.validate.runs import train
 from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
-from ds_ckpt.lab.validate.world import (
-    InProcessWorld,
-    Recipe,
-    VirtualWorkers,
-    sixteen_bit_step_bytes,
-)
 
 pytest.importorskip("transformers")
 
@@ -278,7 +273,7 @@ class _Net(torch.nn.Module):
         return y
 
 
-def training(settings: ExchangeSettings, **recipe: Any) -> tuple[_Net, InProcessWorld]:
+def training(settings: ExchangeSettings, **recipe: Any) -> tuple[_Net, worlds.InProcessWorld]:
     model = _Net()
 
     def loss(step: int, micro: int, worker: int) -> torch.Tensor:
@@ -286,8 +281,8 @@ def training(settings: ExchangeSettings, **recipe: Any) -> tuple[_Net, InProcess
         x = torch.randn(5, 6, generator=generator)
         return torch.nn.functional.mse_loss(model(x), x[:, :3].sin())
 
-    given = Recipe(steps=8, learning_rate=1e-2, **recipe)
-    return model, InProcessWorld(model, loss, given, settings, workers=2)
+    given = worlds.Recipe(steps=8, learning_rate=1e-2, **recipe)
+    return model, worlds.InProcessWorld(model, loss, given, settings, workers=2)
 
 
 def test_the_warm_up_is_the_dense_run_which_can_have_a_correction() -> None:
@@ -322,8 +317,8 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
 def test_large_embeddings_go_as_in_a_session() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(8192, 16), torch.nn.Linear(16, 16))
-    world = InProcessWorld(
-        model, lambda *_: torch.zeros(()), Recipe(1), lossy("powersgd", rank=2), workers=2
+    world = worlds.InProcessWorld(
+        model, lambda *_: torch.zeros(()), worlds.Recipe(1), lossy("powersgd", rank=2), workers=2
     )
     choose = world.workers.states[0].exchange._choose
     shape = torch.Size((8192, 16))
@@ -334,7 +329,7 @@ def test_large_embeddings_go_as_in_a_session() -> None:
 def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
     settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
     sent = [0]
-    virtual = VirtualWorkers(settings, 2, ["w"])
+    virtual = worlds.VirtualWorkers(settings, 2, ["w"])
     for step in range(4):
         for state in virtual.states:
             state.is_disabled = step >= 2
@@ -353,7 +348,7 @@ def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.Mo
         monkeypatch.setattr(codec, "pack_rows", lambda self, *_: tried.append(self.describe()))
         monkeypatch.setattr(codec, "unpack_add_rows", lambda *_: None)
     settings = dataclasses.replace(lossy("entropy_coded", 5), warmup_bits=4)
-    (state, _) = VirtualWorkers(settings, 2, ["w", "norm"]).states
+    (state, _) = worlds.VirtualWorkers(settings, 2, ["w", "norm"]).states
     shapes = [("w", torch.Size([64, 64])), ("norm", torch.Size([64]))]
     state.reserve(shapes, torch.device("cpu"))
     # each at an address that is a multiple of 16, and at one that is not
@@ -368,7 +363,7 @@ def test_uncompressed_tensors_are_not_sampled(accumulation: int) -> None:
     whole = [[torch.randn(64, 64), 9 * torch.randn(900)] for _ in range(4)]
     kept = []
     for names in (["w"], ["w", "whole"]):
-        virtual = VirtualWorkers(settings, 4, names, accumulation=accumulation)
+        virtual = worlds.VirtualWorkers(settings, 4, names, accumulation=accumulation)
         virtual.sample(True)
         for micro in range(accumulation):
             parts = [[g / accumulation for g in of[: len(names)]] for of in whole]
@@ -381,7 +376,7 @@ def test_uncompressed_tensors_are_not_sampled(accumulation: int) -> None:
 
 
 def test_a_run_ends_or_stops_if_it_is_not_finite() -> None:
-    rates = [Recipe(steps=100, learning_rate=1.0).rate(step) for step in (0, 9, 10, 55, 100)]
+    rates = [worlds.Recipe(steps=100, learning_rate=1.0).rate(step) for step in (0, 9, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 1.0, 1.0, 0.525, 0.05])
     model, world = training(lossy("topk", 2, density=0.1))
     evaluated: Any = SimpleNamespace(evaluate=lambda model: model.up.weight.norm().item())
@@ -401,23 +396,23 @@ def test_a_run_ends_or_stops_if_it_is_not_finite() -> None:
 def test_sixteen_bit_bytes() -> None:
     world = 4
     shapes = [("a", torch.Size([64, 64])), ("b", torch.Size([64]))]
-    dense = sixteen_bit_step_bytes(DENSE, shapes, world)
+    dense = worlds.sixteen_bit_step_bytes(DENSE, shapes, world)
     share = (world - 1) / world
     assert dense == pytest.approx(2 * (64 * 64 + 64) * share + 8 * (world - 1), rel=0.01)
     four = dataclasses.replace(FOUR_BITS, warmup_steps=9)
     expected = 64 * 64 * 4.25 / 8 * share + 128 * share + 8 * (world - 1)
-    sent = sixteen_bit_step_bytes(four, shapes, world)
+    sent = worlds.sixteen_bit_step_bytes(four, shapes, world)
     assert sent == pytest.approx(expected, rel=0.02)
     # accumulated steps send less often only where they wait
-    assert sixteen_bit_step_bytes(DENSE, shapes[:1], 2, accumulation=3) == 3 * (
-        sixteen_bit_step_bytes(DENSE, shapes[:1], 2)
+    assert worlds.sixteen_bit_step_bytes(DENSE, shapes[:1], 2, accumulation=3) == 3 * (
+        worlds.sixteen_bit_step_bytes(DENSE, shapes[:1], 2)
     )
-    once = sixteen_bit_step_bytes(four, shapes[:1], world, accumulation=3)
-    assert once == sixteen_bit_step_bytes(four, shapes[:1], world)
+    once = worlds.sixteen_bit_step_bytes(four, shapes[:1], world, accumulation=3)
+    assert once == worlds.sixteen_bit_step_bytes(four, shapes[:1], world)
     each = dataclasses.replace(four, when="micro_step")
-    assert sixteen_bit_step_bytes(each, shapes[:1], world, accumulation=3) == 3 * once
+    assert worlds.sixteen_bit_step_bytes(each, shapes[:1], world, accumulation=3) == 3 * once
     energy, steps = (
-        sixteen_bit_step_bytes(lossy("entropy_coded", metric=metric), shapes[:1], 2)
+        worlds.sixteen_bit_step_bytes(lossy("entropy_coded", metric=metric), shapes[:1], 2)
         for metric in ("energy", "steps")
     )
     assert steps - energy == pytest.approx(4 * (64 + 64) / EVERY)  # rows and columns

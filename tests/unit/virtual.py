@@ -105,5 +105,4 @@ class World:
 
 
 def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
-    """The whole flat tensor from every process's shard of it."""
     return torch.cat([per_process[tensor] for per_process in shards])
