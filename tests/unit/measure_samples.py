@@ -71,7 +71,6 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
 
 
 def samples(spec: Spec = SPEC, drift: float = 0.0) -> list[Sample]:
-    """Return a complete run of `spec`."""
     found: list[Sample] = []
     for one in spec.configurations:
         for rate in spec.rates:

@@ -17,8 +17,6 @@ KINDS = pytest.mark.parametrize("kind", [*_RECOMPUTED, "all offloaded"])
 
 
 class Block(nn.Module):
-    """Two products around what `inner` does."""
-
     def __init__(self, inner: Callable[..., Any], width: int = 8) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * width)

@@ -169,8 +169,6 @@ class Auxiliary(Block):
 
 
 class Dicts(Block):
-    """Nested arguments and results."""
-
     def forward(self, state: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
         x, count = state["x"][0], state["count"]
         return {"x": (super().forward(x) * scale, x.mean()), "count": count + 1}

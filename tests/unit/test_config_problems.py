@@ -57,7 +57,6 @@ def config_of(keys: str) -> dict[str, Any]:
 
 
 def problems(config: Any) -> dict[str, str]:
-    """Text of each problem by JSON path."""
     try:
         parse(config)
     except ConfigError as error:

@@ -94,7 +94,6 @@ NAMED = [
 
 
 def _once(codes: list[Code]) -> list[Any]:
-    """Return each text once, at its first place."""
     first = {code.text: code for code in reversed(codes)}
     return [pytest.param(code, id=str(code)) for code in sorted(first.values(), key=str)]
 

@@ -40,7 +40,6 @@ MLP = {
 
 
 def _tails(model: nn.Module, kind: Any) -> set[str]:
-    """Names of the parts inside their blocks."""
     blocks = [u.blocks[0].name for u in make_plan(model, Policy())]
     names = [b.name for u in make_plan(model, Policy(PolicySettings(kind))) for b in u.blocks]
     return {n.removeprefix(b + ".") for n in names for b in blocks if n.startswith(b + ".")}

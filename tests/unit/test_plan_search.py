@@ -19,15 +19,6 @@ from ds_ckpt.lab.estimate import methods as gradient_methods
 from ds_ckpt.lab.estimate import model as costs
 from ds_ckpt.lab.estimate import search as search_module
 from ds_ckpt.lab.estimate.memory_model import assigned, estimate
-from ds_ckpt.lab.estimate.methods import (
-    DENSE,
-    RESIDENT,
-    STOCK,
-    PlanMethod,
-    gradients,
-    methods,
-    weights,
-)
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
 from ds_ckpt.lab.estimate.search import (
     BUDGET,
@@ -99,23 +90,23 @@ def test_common_models_have_the_parameters_that_are_on_record() -> None:
 def test_gradient_bytes_are_those_of_the_exchange() -> None:
     machine = ask().question.machine
 
-    def sent(method: PlanMethod) -> float:
-        how = gradients(method, demo(), machine, 2, 1, 1e12)
+    def sent(method: gradient_methods.PlanMethod) -> float:
+        how = gradient_methods.gradients(method, demo(), machine, 2, 1, 1e12)
         return how.link_bytes * demo().trained
 
-    by_name = {method.name: method for method in methods("equal")[0]}
-    assert sent(by_name[STOCK]) == pytest.approx(2 * demo().trained * 3 / 4)
-    assert sent(by_name[DENSE]) == pytest.approx(2 * demo().trained / 2)
+    by_name = {method.name: method for method in gradient_methods.methods("equal")[0]}
+    assert sent(by_name[gradient_methods.STOCK]) == pytest.approx(2 * demo().trained * 3 / 4)
+    assert sent(by_name[gradient_methods.DENSE]) == pytest.approx(2 * demo().trained / 2)
     few = by_name["3bit"]
     assert few.settings is not None
     plan = few.assignment(demo(), machine.ranks, machine.hosts)
     assert sent(few) == pytest.approx(plan.sent_bytes / 2)
-    assert sent(few) < sent(by_name[DENSE]) / 4
+    assert sent(few) < sent(by_name[gradient_methods.DENSE]) / 4
     # gradients inside a node are compressed with one level only
     one_level = assigned(demo().parameters, few.settings, 2, 1)
     for nodes, inside in ((1, one_level.sent_bytes / 2), (2, 2 * demo().trained / 2)):
         machine = ask(f"{nodes} nodes x 2 A100, 1 Gbit/s").question.machine
-        how = gradients(few, demo(), machine, 2, 1, 1e12)
+        how = gradient_methods.gradients(few, demo(), machine, 2, 1, 1e12)
         assert how.inside_bytes * demo().trained == pytest.approx(inside)
 
 
@@ -125,13 +116,14 @@ def test_changes_of_resident_weights_have_bytes_and_seconds(name: str, bits: flo
     machine = ask("4 nodes x 2 A100, 1 Gbit/s").question.machine
     slow_bus = replace(machine, bus_bytes_per_s=1.0)
     on_gpu, on_cpu = (
-        weights(name, replace(slow_bus, streams=streams), 2, 1e12) for streams in (True, False)
+        gradient_methods.weights(name, replace(slow_bus, streams=streams), 2, 1e12)
+        for streams in (True, False)
     )
     assert on_gpu.link_bytes == on_cpu.link_bytes == pytest.approx(bits / 8 * 3 / 4)
     assert on_gpu.encode_s < 1e-11
     assert on_gpu.decode_s == pytest.approx(3 * on_gpu.encode_s)
     assert (on_cpu.encode_s > 1e-9) == (name == "lossless")
-    assert weights(ZERO3, machine, 2, 1e12) is None
+    assert gradient_methods.weights(ZERO3, machine, 2, 1e12) is None
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -182,7 +174,7 @@ def test_hpz_is_priced_as_its_bytes() -> None:
     by_kind = {
         one.setting.weights: one
         for one in ask().all
-        if one.setting.sequences == 4 and one.setting.method.name == STOCK
+        if one.setting.sequences == 4 and one.setting.method.name == gradient_methods.STOCK
     }
     hpz, zero3 = by_kind[HPZ], by_kind[ZERO3]
     gathers = {kind: n for kind, n in hpz.step.sent_bytes.items() if kind.startswith("gather")}
@@ -203,7 +195,7 @@ def test_zero_1_is_a_baseline() -> None:
         assert sent["gather after update"] == pytest.approx(2 * demo().trained / 2)
         assert one.step.waits_s >= 2 * demo().trained / 2 / (100e6 / 8)
         assert one.memory["weights, gradients, optimizer"] >= (2 + 2 + 12 / 2) * demo().elements
-    (plain,) = (m for m in search.methods if m.name == STOCK)
+    (plain,) = (m for m in search.methods if m.name == gradient_methods.STOCK)
     zero3 = search.mixture(Setting(1, 4, BUDGET, False, ZERO3, plain))
     assert zero3 is not None
     rival_s = min(one.step.seconds for one in zero1)
@@ -217,7 +209,7 @@ def test_every_candidates_file_can_be_used_and_has_its_memory() -> None:
         file = deepspeed_file(search.question, one.setting, one.plan)
         plugin = parse(json.loads(json.dumps(file)))
         assert file["train_micro_batch_size_per_gpu"] * file["gradient_accumulation_steps"] == 4
-        assert plugin.weights.resident == (one.setting.weights in RESIDENT)
+        assert plugin.weights.resident == (one.setting.weights in gradient_methods.RESIDENT)
         betas = file["optimizer"]["params"]["betas"]
         assert betas == ([0.7, 0.95] if one.setting.method.name.startswith(TUNED) else [0.9, 0.95])
         hpz = file["zero_optimization"].get("zero_hpz_partition_size")
@@ -227,7 +219,7 @@ def test_every_candidates_file_can_be_used_and_has_its_memory() -> None:
         kept = sum(n for what, n in one.memory.items() if what not in beside)
         assert kept == states.resident_bytes
         assert bool(one.setting.sections) == ("ds_ckpt" in file)
-    assert {one.setting.weights for one in search.all} == {*DEEPSPEEDS, *RESIDENT}
+    assert {one.setting.weights for one in search.all} == {*DEEPSPEEDS, *gradient_methods.RESIDENT}
 
 
 def test_less_memory_recomputes_more_and_none_is_refused() -> None:
@@ -267,7 +259,7 @@ def test_where_memory_is_short_smaller_buckets_are_tried() -> None:
     assert cluster is not None
     model = Model("llama-1b", Sizes(2048, torch.bfloat16))
     search = Search(Question(model, cluster, 5e-6, 8, "equal"))
-    ours = [one for one in search.all if one.setting.weights in RESIDENT]
+    ours = [one for one in search.all if one.setting.weights in gradient_methods.RESIDENT]
     few = [one for one in ours if one.setting.method.name.startswith("1bit")]
     assert few
     for one in few:
@@ -296,7 +288,7 @@ def test_verdicts_decide_what_may_be_lost() -> None:
     assert allows([worse], "any")
     for section, _ in known.values():
         parse({"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}})
-    assert "topk_1pct" in {method.name for method in methods("equal")[1]}
+    assert "topk_1pct" in {method.name for method in gradient_methods.methods("equal")[1]}
     # a record may name settings that are gone; their constant value makes no difference
     assert {record.workers for record in known["2bit_no_feedback"][1]} == {4, 8}
 

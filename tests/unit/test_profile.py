@@ -145,7 +145,6 @@ def test_a_recompute_can_be_the_peak() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> profiling.Profile:
-    """Two batches of the demo model."""
     return profiling.make_profile(
         profiling.Options(
             "demo",

@@ -25,8 +25,6 @@ ONE_CYCLE = ["ours"] * BLOCK + ["other"] * BLOCK
 
 
 class Clock:
-    """A clock that tests move."""
-
     now_s = 0.0
 
     def __call__(self) -> float:
