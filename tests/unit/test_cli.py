@@ -170,7 +170,7 @@ os.execvp("sh", ["sh", "-c", command])
     [
         ("", 0, "b: 1 ranks, interface"),
         ("time.time()=>time.time() - 99", 0, r"b: 1 ranks, .*; clock \d+ s behind: times in logs"),
-        ('socket.gethostbyname=>(lambda _: "127.0.1.1")', 0, "b: .*its host name resolves to 127.0.1.1: GLOO_"),
+        ('socket.gethostbyname=>(lambda _: "127.0.1.1")', 0, "b: .*resolves to 127.0.1.1: GLOO_"),
         (
             'importlib.metadata.version(m)=>"0.1"',
             1,
