@@ -32,7 +32,14 @@ LEVELS = 3
 """Depth of copies: a cache, its list of layers, and their attributes."""
 COPIED_BYTES = 1 << 22
 MAX_OBJECTS = 1000
-_UNREAD = {"torch", "numpy", "transformers", "deepspeed", "ds_ckpt", *sys.stdlib_module_names}
+UNSEARCHED_PACKAGES = {
+    "torch",
+    "numpy",
+    "transformers",
+    "deepspeed",
+    "ds_ckpt",
+    *sys.stdlib_module_names,
+}
 """Packages whose functions and classes are not searched for names."""
 _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that normalizations write without counting versions."""
@@ -186,7 +193,7 @@ Read = Callable[[], Any]
 
 
 def _is_read(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] not in _UNREAD
+    return isinstance(module, str) and module.partition(".")[0] not in UNSEARCHED_PACKAGES
 
 
 @functools.cache
@@ -225,7 +232,7 @@ def _reads(value: Any) -> Iterator[tuple[str, Read]]:
             )
 
 
-def _leads_to(value: Any) -> Iterable[Any]:
+def _referenced(value: Any) -> Iterable[Any]:
     """Return what else to search for names."""
     if isinstance(value, (types.MethodType, classmethod, staticmethod)):
         return value.__func__, getattr(value, "__self__", None)
@@ -244,14 +251,14 @@ def _leads_to(value: Any) -> Iterable[Any]:
     return ()
 
 
-def names_reached(parts: Iterable[nn.Module]) -> dict[str, Read]:
+def reachable_names(parts: Iterable[nn.Module]) -> dict[str, Read]:
     """Return how to read globals, cells and class attributes that the parts' functions use."""
     found, seen, todo = dict[str, Read](), dict[int, Any](), deque[Any](parts)
     while todo and len(seen) < MAX_OBJECTS:
         value = todo.popleft()
         if id(value) not in seen:
             seen[id(value)] = value
-            todo.extend(_leads_to(value))
+            todo.extend(_referenced(value))
             for path, read in _reads(value):
                 found[f"{path} #{len(found)}" if path in found else path] = read
                 todo.append(read())
@@ -274,8 +281,8 @@ class CheckpointedModule:
 
     @functools.cached_property
     def names(self) -> dict[str, Read]:
-        """See `names_reached`."""
-        return names_reached(self.parts)
+        """See `reachable_names`."""
+        return reachable_names(self.parts)
 
 
 @functools.cache

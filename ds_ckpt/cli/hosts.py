@@ -79,7 +79,9 @@ def check(
             way = "ahead" if node.ahead_s > 0 else "behind"
             warnings += f"; clock {abs(node.ahead_s):.0f} s {way}: times in logs do not match"
         if node.address.startswith("127.") and len(nodes) > 1:
-            warnings += f"; its host name resolves to {node.address}: GLOO_SOCKET_IFNAME={node.interface}"
+            warnings += (
+                f"; its host name resolves to {node.address}: GLOO_SOCKET_IFNAME={node.interface}"
+            )
             warnings += " in .deepspeed_env lets gloo use the network"
         typer.echo(f"{node.name}: {ranks} ranks, interface {node.interface}{warnings or ', ok'}")
     versions = ", ".join(" ".join(pair) for pair in nodes[0].versions.items())

@@ -57,13 +57,11 @@ def plan(
     ] = "bf16",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="DeepSpeed JSON file to write, of the fastest settings."
-        ),
+        typer.Option("--output", "-o", help="DeepSpeed JSON file to write: the best settings."),
     ] = None,
     plugin_output: Annotated[
         Path | None,
-        typer.Option(help="DeepSpeed JSON file to write, of the fastest settings with ds_ckpt."),
+        typer.Option(help="DeepSpeed JSON file to write: the best settings with ds_ckpt."),
     ] = None,
     details: Annotated[
         bool, typer.Option("--details", help="Print costs, alternatives, and sources of figures.")

@@ -209,7 +209,7 @@ class NoCommunication:
     dp_rank: int
 
     def choose_reduction(self, names: Sequence[str], loss_scale: float) -> Reduce:
-        """Return a function to this rank's own gradients."""
+        """Return a function that keeps this rank's own gradients."""
         return self._own_shards
 
     def _own_shards(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -157,7 +157,7 @@ def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(monkeypatch) -> 
         enough_s = (1 + TIE) * min(one.step.seconds for one in search.all)
         assert best.step.seconds <= enough_s
         ties = [one for one in search.all if one.step.seconds <= enough_s]
-        assert best.setting.departures == min(one.setting.departures for one in ties)
+        assert best.setting.distance == min(one.setting.distance for one in ties)
         assert all(one.fits for one in search.all)
 
 

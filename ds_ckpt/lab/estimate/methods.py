@@ -72,7 +72,7 @@ class PlanMethod:
         return next((record.betas for record in self.records if record.betas), None)
 
     @property
-    def departures(self) -> tuple[bool, float]:
+    def distance(self) -> tuple[bool, float]:
         """Distance from plain gradients: tuned betas, then the factor of fewer bytes."""
         return self.betas is not None, max((r.fewer_bytes for r in self.records), default=1.0)
 

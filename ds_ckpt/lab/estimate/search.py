@@ -76,7 +76,7 @@ BUDGET, OWN = "budget", "the model's own"
 """Policies: a mixture, and the model's own checkpointing of every block, without this plugin."""
 TIE = 0.06
 """Share of a step: the median error of predicted steps (docs/plan.md)."""
-MOST_NODES, FEWEST_TOKENS, LORA_RANK = 256, 128, 16
+MAX_NODES, MIN_TOKENS, LORA_RANK = 256, 128, 16
 """Bounds of what is proposed if nothing fits."""
 STEP = 1 << 26
 """Bytes that memory for activations is rounded down to."""
@@ -149,12 +149,12 @@ class Setting:
         return recomputes + bool(self.method.section) + (self.weights in RESIDENT)
 
     @property
-    def departures(self) -> tuple[Any, ...]:
+    def distance(self) -> tuple[Any, ...]:
         """Distance from plain DeepSpeed: rounded gradients, then the number of settings changed."""
         settings = self.method.settings
         others = (self.weights == HPZ, self.offload, self.policy == OWN, self.divisor > 1)
         is_rounded = settings is not None and not settings.lossless
-        return is_rounded, self.sections, sum(others), *self.method.departures
+        return is_rounded, self.sections, sum(others), *self.method.distance
 
     def describe(self) -> str:
         """Describe the setting on one line."""
@@ -446,11 +446,11 @@ class Search:
         counts = model.parameters.counts + factors
         lora = replace(model.parameters, counts=counts, trainable=factors, shapes=())
         need(f"train LoRA of rank {LORA_RANK}", of=lora)
-        more = range(machine.hosts + 1, MOST_NODES + 1)
+        more = range(machine.hosts + 1, MAX_NODES + 1)
         known = len(remedies)
         next((n for n in more if need(f"use {n} nodes", n) and len(remedies) > known), None)
         half = model.tokens // 2
-        if half >= FEWEST_TOKENS:
+        if half >= MIN_TOKENS:
             need(f"--tokens {half}", length=model.with_tokens(half))
         gb = math.ceil(needed / AUTO_SHARE / 1e9)
         remedy = "; or ".join([*remedies, f"use accelerators of {gb} GB or more"])
@@ -474,8 +474,8 @@ def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
             least_s = min(least_s, one.step.seconds)
     enough_s = (1 + TIE) * least_s
     close = [one for one in candidates if one.at_least_s <= enough_s]
-    close.sort(key=lambda one: one.setting.departures)
-    for _, alike in itertools.groupby(close, lambda one: one.setting.departures):
+    close.sort(key=lambda one: one.setting.distance)
+    for _, alike in itertools.groupby(close, lambda one: one.setting.distance):
         if ties := [one for one in alike if one.step.seconds <= enough_s]:
             return min(ties, key=lambda one: one.step.seconds)
     raise AssertionError("the shortest is among the close ones")

@@ -91,7 +91,7 @@ class Spec:
     Placements of weights and DeepSpeed baselines are measured beside `stock`. `sections` are from
     users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`. Rates are in Mbit/s;
     None is not limited. `drop` steps of a trial are not timed. `shape` is the built-in Llama's.
-    `brief` leaves out what the headline does not need: see `_is_brief`.
+    `brief` leaves out what the headline does not need: see `_is_in_demo`.
     """
 
     where: Where = "emulated"
@@ -125,9 +125,9 @@ class Spec:
         exchanges = [(method, where) for where in weights for method in methods]
         exchanges += [(STOCK, baseline) for baseline in self.baselines]
         found = [Configuration(policy, *one) for policy in self.policies for one in exchanges]
-        return [one for one in found if not self.brief or self._is_brief(one)]
+        return [one for one in found if not self.brief or self._is_in_demo(one)]
 
-    def _is_brief(self, one: Configuration) -> bool:
+    def _is_in_demo(self, one: Configuration) -> bool:
         """Return whether a brief run measures a configuration.
 
         Without checkpointing that is `stock` and `dense`, with it `dense`, the methods, and
