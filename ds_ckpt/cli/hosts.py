@@ -6,6 +6,7 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -48,13 +49,14 @@ def run(
     """
     rate_mbit = parse_rate(rate)
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
-    from ds_ckpt.lab.hosts.launcher import run_in_foreground, signals_as_exit
+    from ds_ckpt.lab.hosts.launcher import signals_as_exit
 
     with exit_on_error(), signals_as_exit():
         with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, pdsh=pdsh) as emulated:
             names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
             typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            code = run_in_foreground(emulated.prepare(command, Path.cwd()))
+            prepared = emulated.prepare(command, Path.cwd())
+            code = subprocess.run(prepared.command, env=prepared.environment).returncode
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
 
 

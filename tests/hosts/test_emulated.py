@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +30,8 @@ with socket.create_server(("", 5000)) as server:
     while peer.recv(1 << 16):
         pass
 """
+
+_ALL_BUT_ONE = 'case "$*" in *" host0 "*) echo not this one; exit 1; esac; exec "$@"'
 
 
 def system_state() -> dict[str, object]:
@@ -160,12 +164,13 @@ def test_a_hanging_launch_ends_in_time_and_names_the_place(own_hosts, tmp_path) 
         (True, "pdsh", ["sshd needs root", "not found: pdsh (Debian packages: util-linux"]),
         (False, "unshare", ["not found: unshare (Debian packages: util-linux"]),
         (False, "tc", ["not found: ip, tc (Debian package: iproute2) or pyroute2"]),
-        (False, "", ["the kernel refuses namespaces: no; docs/troubleshooting.md lists"]),
+        (False, "", ["the kernel refuses namespaces or links: sh -c 'echo no; exit 1' sleep"]),
     ],
 )
 def test_what_is_missing_is_named(pdsh, absent, reasons, monkeypatch) -> None:
     monkeypatch.setattr(emulated, "tool", lambda name: None if name == absent else "/bin/true")
-    monkeypatch.setattr(emulated, "_run", lambda _: subprocess.CompletedProcess([], 1, "", "no\n"))
+    monkeypatch.setattr(emulated, "_unshare", lambda: ["sh", "-c", "echo no; exit 1"])
+    monkeypatch.setattr(emulated, "_refusal", emulated._refusal.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     found = emulated.missing(pdsh=pdsh)
@@ -173,6 +178,41 @@ def test_what_is_missing_is_named(pdsh, absent, reasons, monkeypatch) -> None:
     assert len(found) == len(reasons)
     with pytest.raises(HostsError, match="nodes cannot be emulated here"):
         EmulatedHosts(2, pdsh=pdsh).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("_FIRST_PROCESS", 'echo no tmpfs for "$2"; exit 3\n', "no tmpfs for host"),
+        ("_ip", lambda *_, **__: emulated._call(["sh", "-c", "echo no tbf >&2; exit 2"]), "no tbf"),
+        ("_enter", lambda *_: ["sh", "-c", _ALL_BUT_ONE, "sh"], "exit code 1: not this one"),
+    ],
+)
+def test_a_node_that_does_not_start_is_the_reason_and_nothing_is_left(
+    name: str, value: object, shown: str, can_emulate: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = system_state()
+    monkeypatch.setattr(emulated, name, value)
+    assert re.search(shown, emulated._refusal.__wrapped__(), re.DOTALL)
+    monkeypatch.setattr(emulated, "_refusal", str)
+    hosts = EmulatedHosts(3)
+    with pytest.raises(HostsError, match=f"(?s){shown}"):
+        hosts.__enter__()
+    assert hosts.folder == Path()
+    _becomes(before)
+
+
+def test_many_ranks_are_no_argument_and_end_if_one_does_not_start(tmp_path: Path) -> None:
+    hosts = EmulatedHosts(1, slots=400)
+    hosts.hosts, hosts.folder = (Host("host0", "10.77.0.1", os.getpid()),), tmp_path
+    command = hosts.prepare(["deepspeed", "x.py"], tmp_path).command
+    assert max(map(len, command)) < 1000
+    assert len(json.loads(Path(command[-1]).read_text())) == 400
+    first = ["sleep", f"600.{os.getpid()}"]
+    Path(command[-1]).write_text(json.dumps([first, ["/no/such"]]))
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert "/no/such" in result.stderr
+    assert first not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
 
 
 def test_options_of_deepspeeds_launcher_need_it(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def leaves_nothing(own_hosts: EmulatedHosts) -> Iterator[EmulatedHosts]:
             space = held.enter_context(open(f"/proc/{host.pid}/ns/pid"))
             spaces.add(f"pid:[{os.fstat(space.fileno()).st_ino}]")
         yield own_hosts
-        own_hosts.down()
+        own_hosts.end()
         assert not [pid for pid in psutil.pids() if namespace(pid) in spaces]
     assert _queues() == queues
 
@@ -78,7 +78,7 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_launch: N
             with pytest.raises(HostError) as caught:
                 check_hosts(hosts)
             assert time.monotonic() - started < CHECK_LIMIT_S
-            hosts.down()
+            hosts.end()
     found = {problem.where: problem for problem in caught.value.problems}
     assert list(found) == [f"host{i}" for i in range(5)]
     assert "port 29500 is taken" in found["host0"].found

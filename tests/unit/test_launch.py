@@ -256,9 +256,10 @@ def test_the_users_exports_reach_the_hosts(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("true", 0)])
-def test_the_first_rank_that_fails_ends_the_others(script: str, code: int) -> None:
+def test_the_first_rank_that_fails_ends_the_others(script: str, code: int, tmp_path: Path) -> None:
     ranks = [["sh", "-c", script], ["sh", "-c", "echo $$; exec sleep 600" if code else "true"]]
-    command = [sys.executable, str(emulated._RANKS), json.dumps(ranks)]
+    (tmp_path / "ranks.json").write_text(json.dumps(ranks))
+    command = [sys.executable, str(emulated._RANKS), str(tmp_path / "ranks.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert not done.stdout or not psutil.pid_exists(int(done.stdout))

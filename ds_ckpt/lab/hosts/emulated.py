@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -56,8 +57,7 @@ _SYSTEM_FOLDERS = f"{os.defpath}:/usr/sbin:/sbin:/usr/local/sbin"
 _SPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
 _PR_SET_PDEATHSIG = 1
 _CALL_S, _UP_S = 30.0, 15.0
-_SEGMENT_BYTES = 72_000
-"""The kernel's largest segment, with headers."""
+_SEGMENT_BYTES = 72_000  # the kernel's largest segment, with headers
 # $1 folder, $2 name, $3 Python. /dev/shm is the host's own because hosts share no memory and
 # DeepSpeed leaves segments there. A container may keep its sysfs.
 _FIRST_PROCESS = """
@@ -95,11 +95,22 @@ def missing(*, pdsh: bool = False) -> list[str]:
         reasons.append(f"not found: {', '.join(absent)} (Debian packages: {_PACKAGES})")
     elif not _has_iproute() and importlib.util.find_spec("pyroute2") is None:
         reasons.append("not found: ip, tc (Debian package: iproute2) or pyroute2 (extra: hosts)")
-    if not reasons:  # root in a container may lack the right
-        tried = _run([*_unshare(), "true"])
-        if tried.returncode:
-            reasons.append(f"the kernel refuses namespaces: {tried.stderr.strip()}; {_REMEDY}")
+    if not reasons and (refusal := _refusal()):  # root in a container may lack the right
+        reasons.append(f"the kernel refuses namespaces or links: {refusal}; {_REMEDY}")
     return reasons
+
+
+@functools.cache
+def _refusal() -> str:
+    """Bring up one node with its link; return why that fails, or nothing."""
+    hosts = EmulatedHosts(1)
+    try:
+        hosts._up()
+    except HostsError as error:
+        return f"{error.problems[0].where}: {error.problems[0].found}"
+    finally:
+        hosts.end()
+    return ""
 
 
 def tool(name: str) -> str | None:
@@ -158,48 +169,40 @@ class EmulatedHosts(Backend):
     def __enter__(self) -> EmulatedHosts:
         if reasons := missing(pdsh=self.pdsh):
             why = "each node is a network, process and mount namespace" + ", with sshd" * self.pdsh
-            remedy = "change that, or use a hostfile or loopback"
+            remedy = "fix the cause above, or use a hostfile or --loopback"
             problem = Problem("this machine", "; ".join(reasons), why, remedy)
             raise HostsError(problem, headline="nodes cannot be emulated here")
         try:
             self._up()
         except BaseException:
-            self.down()
+            with contextlib.suppress(HostsError):  # the first error is the cause
+                self.end()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.down()
+        self.end()
 
-    def down(self) -> None:
+    def end(self) -> None:
         """Kill the hosts and their processes, and wait for their end; idempotent."""
         spaces = {namespace(pid) for pid in self._pids} - {None, namespace(os.getpid())}
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         limit = time.monotonic() + _UP_S
-        while self._pids and any(process.poll() is None for process in self._first):
+        while any(process.poll() is None for process in self._first):
             _collect_adopted(spaces)
             if time.monotonic() > limit:
                 found = f"processes that outlive their nodes by {_UP_S:.0f} s"
                 remedy = "end what blocks them"
                 raise HostsError(Problem(str(self.folder), found, "they were killed", remedy))
             time.sleep(0.02)
-        for process in self._first:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         self._first.clear()
         self._pids.clear()
         self.hosts = ()
         if self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = Path()
-
-    @property
-    def hostfile(self) -> Path:
-        """DeepSpeed's hostfile."""
-        return self.folder / "hostfile"
 
     def on(self, host: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a quick command in a host, with `pdsh` over ssh from the first one."""
@@ -213,24 +216,21 @@ class EmulatedHosts(Backend):
         """Return hosts whose first process has ended."""
         return [host.name for host in self.hosts if namespace(host.pid) is None]
 
-    def end(self) -> None:
-        """Kill the hosts."""
-        self.down()
-
     def prepare(self, argv: Sequence[str], folder: Path) -> Prepared:
         """Prepare `argv` to run in the first host; a leading `deepspeed` gets options for all."""
         everywhere = environment(INTERFACE)
         if not self.pdsh:
             return Prepared(self._direct(argv, folder), without_outer_launch() | everywhere)
-        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
-        where = [f"--hostfile={self.hostfile}", f"--master_addr={self.hosts[0].address}"]
+        hostfile = self.folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        where = [f"--hostfile={hostfile}", f"--master_addr={self.hosts[0].address}"]
         where += [f"--master_port={self.port}", "--no_ssh_check", f"--ssh_port={SSH_PORT}"]
         reach = {
             # DeepSpeed adds `-p PORT` itself
             "PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config",
             "PDSH_RCMD_TYPE": "ssh",
             "DS_ENV_FILE": exported(everywhere, self.folder),
-            "DS_CKPT_HOSTFILE": str(self.hostfile),
+            "DS_CKPT_HOSTFILE": str(hostfile),
         }
         inside = self.hosts[0].command(with_launcher_args(argv, where), folder=folder)
         return Prepared(inside, without_outer_launch() | everywhere | reach)
@@ -255,7 +255,9 @@ class EmulatedHosts(Backend):
                 variables = [f"{name}={value}" for name, value in own.items()]
                 program = [*python, f"--local_rank={local}", *script[1:]]
                 ranks.append(host.command(["env", *variables, *program], folder=folder))
-        return [sys.executable, str(_RANKS), json.dumps(ranks)]
+        commands = self.folder / "ranks.json"  # arguments are limited to 128 KiB
+        commands.write_text(json.dumps(ranks))
+        return [sys.executable, str(_RANKS), str(commands)]
 
     def describe(self) -> str:
         """Describe the emulation."""
@@ -278,18 +280,17 @@ class EmulatedHosts(Backend):
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         if self.pdsh:
             _write_ssh_files(self.folder, dict(zip(self.names, addresses, strict=True)))
-        self._start([*_unshare(), "sleep", "infinity"])  # the switch
-        switch = _child_of(self._first[0])
-        self._pids.append(switch)
+        self._start("switch", [*_unshare(), "sleep", "infinity"])
+        switch = self._pids[0]
         script = _FIRST_PROCESS + (_SSHD if self.pdsh else "exec sleep infinity")
         for name in self.names:
             first = ["sh", "-c", script, "sh", str(self.folder), name, sys.executable]
-            log = self.folder / f"{name}.log"
-            self._start([*_enter(switch), "unshare", *_SPACES, *first, str(tool("sshd"))], log)
-        self._pids += map(_child_of, self._first[1:])
+            self._start(name, [*_enter(switch), "unshare", *_SPACES, *first, str(tool("sshd"))])
+        self.hosts = tuple(map(Host, self.names, addresses, self._pids[1:]))
+        for host in self.hosts:
+            self._wait_for(host, ["test", "-e", f"{self.folder}/{host.name}.up"])
         _ip(switch, "link add switch type bridge")
         _ip(switch, "link set switch up")
-        self.hosts = tuple(map(Host, self.names, addresses, self._pids[1:]))
         for i, host in enumerate(self.hosts):
             _ip(switch, f"link add port{i} type veth peer name {INTERFACE} netns {host.pid}")
             _ip(switch, f"link set port{i} master switch up")
@@ -297,8 +298,9 @@ class EmulatedHosts(Backend):
             _ip(host.pid, f"address add {host.address}/24 dev {INTERFACE}")
             _ip(host.pid, f"link set {INTERFACE} up")
         self.set_rate(self.rate_mbit)
-        for host in self.hosts:
-            self._wait_for(host)
+        for host in self.hosts * self.pdsh:
+            ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
+            self._wait_for(host, self.hosts[0].command(ssh))
 
     def _shape(self, pid: int, device: str) -> None:
         queue = "noqueue"
@@ -308,7 +310,9 @@ class EmulatedHosts(Backend):
             queue = f"tbf rate {self.rate_mbit}mbit burst {burst_bytes} latency 100ms"
         _ip(pid, f"qdisc replace dev {device} root {queue}", tool="tc")
 
-    def _start(self, argv: list[str], log: Path = Path(os.devnull)) -> None:
+    def _start(self, name: str, argv: list[str]) -> None:
+        """Start `unshare` and wait for the first process inside."""
+        log, libc = self.folder / f"{name}.log", ctypes.CDLL(None)
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 argv,
@@ -317,21 +321,29 @@ class EmulatedHosts(Backend):
                 stderr=subprocess.STDOUT,
                 env=_environment(),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
             )
         self._first.append(process)
+        self._pids.append(process.pid)
+        limit = time.monotonic() + _UP_S
+        while time.monotonic() < limit and process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                children = psutil.Process(process.pid).children()
+                if children and namespace(children[0].pid) not in (None, namespace(os.getpid())):
+                    self._pids[-1] = children[0].pid
+                    return
+            time.sleep(0.01)
+        found = f"no process inside, exit code {process.returncode}: {log.read_text().strip()}"
+        remedy = "check that this machine allows namespaces and mounts in them"
+        raise HostsError(Problem(shlex.join(argv), found, "it makes the namespaces", remedy))
 
-    def _wait_for(self, host: Host) -> None:
-        up = ["test", "-e", f"{self.folder}/{host.name}.up"]
-        if self.pdsh:
-            ssh = ["ssh", "-F", f"{self.folder}/ssh_config", host.name, "true"]
-            up = self.hosts[0].command(ssh)
+    def _wait_for(self, host: Host, up: list[str]) -> None:
         limit = time.monotonic() + _UP_S
         while (result := _run(up)).returncode:
-            if time.monotonic() > limit:
+            if time.monotonic() > limit or namespace(host.pid) is None:
                 log = (self.folder / f"{host.name}.log").read_text().strip()
-                found = f"not up after {_UP_S:.0f} s: {result.stderr.strip()}"
-                why = f"its first process printed: {log}"
+                found = f"its first process ended or is not up after {_UP_S:.0f} s: {log}"
+                why = f"`{shlex.join(up)}` fails: {result.stderr.strip()}"
                 raise HostsError(Problem(host.name, found, why, "fix what that reports"))
             time.sleep(0.05)
 
@@ -378,10 +390,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"}
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _unshare() -> list[str]:
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *user, *_SPACES]
@@ -400,20 +408,6 @@ def _ip(pid: int, arguments: str, *, tool: str = "ip") -> None:
     """Run `ip` or `tc` in a network, or what stands for them without iproute2."""
     other = [] if _has_iproute() else [sys.executable, str(_IPROUTE)]
     _call([*_enter(pid, "--net"), *other, tool, *arguments.split()])
-
-
-def _child_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the first process inside of `unshare`'s namespaces, by its pid outside."""
-    limit = time.monotonic() + _UP_S
-    while time.monotonic() < limit and process.poll() is None:
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(process.pid).children()
-            if children and namespace(children[0].pid) not in (None, namespace(os.getpid())):
-                return int(children[0].pid)
-        time.sleep(0.01)
-    remedy = "check that this machine lets root make network and process namespaces"
-    found = f"no process inside, exit code {process.returncode}"
-    raise HostsError(Problem(f"{process.args!r}", found, "it makes the namespaces", remedy))
 
 
 def _collect_adopted(spaces: set[str | None]) -> None:

@@ -266,11 +266,6 @@ def run(
     return log.read_text(errors="replace")
 
 
-def run_in_foreground(prepared: Prepared) -> int:
-    """Run a prepared command on this terminal; return its exit code."""
-    return subprocess.run(prepared.command, env=prepared.environment, check=False).returncode
-
-
 def log_tail(log: Path) -> str:
     """Return the first traceback of a log, which is the cause of others, or else its last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Start the commands of all ranks, a JSON list, and end all when one fails.
+"""Start the commands of all ranks, a JSON list in a file, and end all when one fails.
 
 `EmulatedHosts` runs this file. It imports no package, so ranks start at once.
 """
@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 
-ranks = [subprocess.Popen(argv, start_new_session=True) for argv in json.loads(sys.argv[1])]
+ranks: list[subprocess.Popen[bytes]] = []
 try:
+    with open(sys.argv[1], encoding="utf-8") as commands:
+        for argv in json.load(commands):
+            ranks.append(subprocess.Popen(argv, start_new_session=True))
     codes: list[int | None] = [None]
     while None in codes and not any(codes):
         time.sleep(0.1)

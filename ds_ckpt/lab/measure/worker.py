@@ -145,7 +145,7 @@ class Worker:
         """Measure what the job lists."""
         engines: dict[str, EngineRun] = {}
         self.total = self.spec.steps_in(job["trials"])
-        for configuration in self.spec.configurations if job["trials"] else ():
+        for configuration in self.spec.configurations:
             engines[configuration.name] = one = EngineRun(configuration, self.spec)
             for step in range(self.spec.warm_up):
                 self._step(one, step)
