@@ -65,14 +65,18 @@ install_project() {
 
 compile_operator() {
   # Else the first launch does, in silence. It takes about a minute, on two cores.
+  set -m # a process group of its own, so that the compiler can be ended, too
   "$venv/bin/python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' \
     >"$venv/compile.log" 2>&1 &
+  set +m
   local compiling=$! begun=$SECONDS left
+  trap 'kill -- "-$compiling" 2>/dev/null; exit 130' INT TERM
   while kill -0 "$compiling" 2>/dev/null; do
     left=$((60 - SECONDS + begun))
     printf 'setup 3 of 3: compiling an operator of DeepSpeed, about %s s left\n' "$((left > 5 ? left : 5))"
     for _ in 1 2 3 4 5 6 7 8 9 10; do ! kill -0 "$compiling" 2>/dev/null || sleep 1; done
   done
+  trap - INT TERM
   wait "$compiling" || fail "compiling failed, see $venv/compile.log."
 }
 
