@@ -1,6 +1,6 @@
 """Compare the seconds and bytes that `ds-ckpt plan` simulates with measured steps of a grid.
 
-    sudo python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
+    python benchmarks/plan_accuracy.py --measure 50,200,1000,unlimited [--accumulation 1,4]
         [--slots 2] [--shape wider]
     python benchmarks/plan_accuracy.py --predict --choose
 

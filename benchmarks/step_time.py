@@ -1,6 +1,6 @@
 """Step time over links of set rates: stock, the best dense exchange, every method, the ceiling.
 
-    sudo python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
+    python benchmarks/step_time.py [--json benchmarks/results/step_time.json] [--repeats 9]
         [--rates 100,200,1000,unlimited] [--models demo,wider] [--methods "stock;4 bits;..."]
         [--accumulation 8] [--tokens 512] [--slots 2] [--bf16] [--in-a-row 3]
 
@@ -8,8 +8,7 @@ Two emulated hosts with one process each, or `--slots`, and one launch a model: 
 the same processes, each with an engine of its own, and take turns, in an order that rotates, so
 that what disturbs the machine disturbs all of them alike. The links are given the next rate while
 the processes run, which then build new engines. A step is as long as its slowest process;
-medians, and the quartiles beside them. `stock` is DeepSpeed alone, without a session of the
-plugin.
+medians, and the quartiles beside them. `stock` is DeepSpeed alone, without the plugin.
 
 Columns: seconds; the ratio of stock's median to the cell's, with its standard error; that of the
 best dense cell's; and the share of the ceiling, which is what the cell `nothing sent` takes over

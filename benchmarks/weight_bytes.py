@@ -1,13 +1,12 @@
 """Bytes a host sends in a step, all traffic: resident weights against stock, hpZ and ZeRO-2.
 
-    sudo python benchmarks/weight_bytes.py [--json FILE] [--layouts 2x1,2x2] [--model wider]
+    python benchmarks/weight_bytes.py [--json FILE] [--layouts 2x1,2x2] [--model wider]
         [--accumulation 1,8] [--steps 2] [--lora-rank 8]
 
 Two emulated hosts of one or two processes, bf16, a Llama of random tokens with AdamW at 1e-4; each
-cell has an engine of its own. The kernel's counter of the hosts' interface, the busiest host, a
-mean over the counted steps; headers are in it. `needs`: what stock needs, its gathers and a ring's
-reduce-scatter, by arithmetic: gloo's reduce-scatter sends twice that for gradients. `loss`: of one
-batch afterwards, on process 0. With `--lora-rank` the Llama is frozen under adapters.
+cell has an engine of its own. Bytes with headers of the busiest host's interface, a mean over the
+steps. `needs`: stock's gathers and a ring's reduce-scatter, by arithmetic; gloo's sends twice that.
+`loss`: of a batch afterwards, on process 0. With `--lora-rank` the model is frozen under adapters.
 """
 
 from __future__ import annotations

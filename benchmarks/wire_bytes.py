@@ -1,6 +1,6 @@
 """Bytes of gradients that leave a host in an optimizer step, counted at its network interface.
 
-    sudo python benchmarks/wire_bytes.py [--json benchmarks/results/wire_bytes.json]
+    python benchmarks/wire_bytes.py [--json benchmarks/results/wire_bytes.json]
         [--layouts 2x1,2x2] [--models demo,"hidden 1024"] [--accumulation 1,8] [--headers]
 
 Emulated hosts, links not shaped, bf16 weights and gradients, so that the dense rows are the 16-bit
@@ -8,10 +8,9 @@ reduction that all others are held against. For every way to exchange gradients:
 host's eth0 while the micro-steps of an optimizer step run, less what they take when no gradient is
 sent (the cell `nothing sent`). The weights stay gathered meanwhile
 (`stage3_param_persistence_threshold`) and travel in the update, which is counted apart (`update`).
-Everything is in it: scales, headers of packets, dense norms, TCP and its acknowledgements. Three
-dense rows are there for a reason: gloo's reduce-scatter, which stock DeepSpeed uses, sends an
-all-reduce's bytes, twice what it need; and where hosts have several processes, `dense` sums inside
-a host first. `x fewer` is against the best dense row, `x stock` against stock.
+Scales, headers of packets, dense norms, TCP with acknowledgements are included. Three dense rows:
+gloo's reduce-scatter, in stock DeepSpeed, sends twice what it needs; among several processes of a
+host `dense` sums first. `x fewer` is against the best dense row, `x stock` against stock.
 
 Large segments are counted with one header; `--headers` cuts them into packets before they are
 counted, which adds 4.6% to every row alike. `sum` is the share that the counters saw of

@@ -4,7 +4,7 @@ r"""Two hosts by a hostfile: a script that knows nothing of ds_ckpt, started thr
         --deepspeed_config examples/two_hosts.json --steps 100
 
 Write the hosts' names into the hostfile. The same without a second machine: `--num_gpus 2` in
-place of `--hostfile ...`; or as root, on two hosts that are emulated here:
+place of `--hostfile ...`; or on two hosts that are emulated here:
 
     ds-ckpt exec -- ds-ckpt hosts run --hosts 2 --rate 200mbit -- deepspeed \
         examples/two_hosts.py --deepspeed_config examples/two_hosts.json --steps 20

@@ -29,7 +29,7 @@ def check_command(command: str, *, named: bool = False) -> None:
         named: it is in a sentence, where required options may be left out.
     """
     words = shlex.split(command, comments=True)
-    while words[0] == "sudo" or re.match(r"[A-Z_]+=", words[0]):
+    while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *arguments = words[3:] if words[0] == "nice" else words
     if program == "ds-ckpt":

@@ -27,7 +27,7 @@ PAGES = [
     *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "claims.md"),  # test_docs.py
     *sorted(ROOT.glob("[a-z]*/README.md")),
 ]
-PROGRAMS = r"(?:\w+=\S+ |nice -n 19 |sudo )*(?:ds-ckpt|deepspeed|python3?|pip|pytest|apt|\.?\.?/?"
+PROGRAMS = r"(?:\w+=\S+ |nice -n 19 )*(?:ds-ckpt|deepspeed|python3?|pip|pytest|apt|\.?\.?/?"
 PROGRAMS += r"(?:scripts|\.ci)/[\w./]+|ruff|mypy|lint-imports) "
 
 _SAME = {"demo": "MODEL", "zero3.json": "FILE CONFIG C", "hosts": "HOSTS HOSTFILE"}
