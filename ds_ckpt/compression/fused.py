@@ -8,6 +8,7 @@ The operators of each codec run elsewhere, and the kernels are tested against th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,18 +23,22 @@ TILE = 1024
 _OPTIONS = {"TILE": TILE, "enable_fp_fusion": False}
 
 
+def _select(device: torch.device) -> None:
+    values = torch.zeros(1, TILE, dtype=torch.float32, device=device)
+    offsets = torch.zeros(1, 1, 8, dtype=torch.uint8, device=device)
+    select_in_blocks(values, offsets, count=8, k=1)
+
+
 @cache
-def is_supported(device: torch.device) -> bool:
-    """Return whether kernels run on `device`. They are tried once, when residuals are reserved.
+def is_supported(device: torch.device, kernels: Callable[[torch.device], None] = _select) -> bool:
+    """Return whether `kernels` run on `device`. They are tried once, when residuals are reserved.
 
     If they cannot be compiled, a warning is logged, and the operators are used.
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     try:
-        values = torch.zeros(1, TILE, dtype=torch.float32, device=device)
-        offsets = torch.zeros(1, 1, 8, dtype=torch.uint8, device=device)
-        select_in_blocks(values, offsets, count=8, k=1)
+        kernels(device)
     except Exception as error:  # whatever a compiler raises
         log.warning(
             "ds_ckpt: fused kernels do not run on %s: %s: %s. Steps are slower",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ds_ckpt.zero3.compatibility import same_ranks, shard_group
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook
 from ds_ckpt.zero3.resident import host_copy_bytes
+from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights_hook import WeightsHook
 
 log = logging.getLogger("ds_ckpt")
@@ -170,7 +172,8 @@ def make_resident(
         )
         nccl_bytes = 0
         if not on_host(hook.device):
-            nccl_bytes = measure_non_torch_bytes(hook.device, hook.preallocate)
+            run_on_all_or_raise(partial(hook.preallocate, sends=False), what="code weight changes")
+            nccl_bytes = measure_non_torch_bytes(hook.device, partial(hook.preallocate, sends=True))
     except BaseException:
         if hook is not None:
             hook.drop()

@@ -51,16 +51,6 @@ ESCAPE = 15
 MOST_LOW_BITS = 8
 FLAGS, UNCOMPRESSED = 1, 2
 FLAG_WORDS = BLOCK // GROUP // 32
-CONSTANTS = {
-    "BLOCK": BLOCK,
-    "GROUP": GROUP,
-    "ESCAPE": ESCAPE,
-    "MOST_LOW_BITS": MOST_LOW_BITS,
-    "FLAGS": FLAGS,
-    "FLAG_WORDS": FLAG_WORDS,
-    "UNCOMPRESSED": UNCOMPRESSED,
-}
-"""Of the kernels."""
 CHUNK = 1 << 19
 """Elements that a CPU codes together, a multiple of `BLOCK`; they fit in a core's cache."""
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -80,11 +70,13 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
         TypeError: Another dtype.
     """
     mantissa = _mantissa(old)
+    if not old.numel():
+        return torch.full((1,), 8, dtype=torch.int64, device=old.device).view(torch.uint8)
     before, after = old.view(torch.int16), new.view(torch.int16)
-    if fused.is_supported(old.device):
+    if fused.is_supported(old.device, _try_kernels):
         return _encode_on_device(before, after, mantissa)
     chunks = before.cpu().split(CHUNK), after.cpu().split(CHUNK)
-    coded = _map(functools.partial(_encode, mantissa), *chunks) if old.numel() else []
+    coded = _map(functools.partial(_encode, mantissa), *chunks)
     parts = [part for column in zip(*coded, strict=True) for part in column]
     length = np.array([8 + sum(part.nbytes for part in parts)], np.int64)
     return torch.from_numpy(np.concatenate([p.view(np.uint8) for p in (length, *parts)]))
@@ -108,19 +100,21 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
     blocks = -(-numel // BLOCK)
     if not 8 + 4 * blocks <= found <= capacity(numel) or found % 4:
         raise ValueError(f"not a change of {numel} weights: {found} bytes")
-    if fused.is_supported(weights.device):
+    if not numel:
+        return
+    if fused.is_supported(weights.device, _try_kernels):
         _decode_on_device_(weights.view(torch.int16), payload.to(weights.device), mantissa)
         return
     data = payload.numpy()[8:].view(np.uint32)
     headers, words = data[:blocks], data[blocks:]
     ends = (headers & 0xFFFF).cumsum(dtype=np.int64)
-    if blocks and ends[-1] != len(words):
+    if ends[-1] != len(words):
         raise ValueError(f"not a change of {numel} weights: {len(words)} words, not {ends[-1]}")
     held = weights.view(torch.int16).cpu()
     chunks, each = held.split(CHUNK), CHUNK // BLOCK
     cuts = range(each, blocks, each)
     try:
-        parts = np.split(words, ends[[c - 1 for c in cuts]]) if blocks else []
+        parts = np.split(words, ends[[c - 1 for c in cuts]])
         _map(functools.partial(_decode_, mantissa), chunks, np.split(headers, cuts), parts)
     except (IndexError, ValueError) as error:
         raise ValueError(f"not a change of {numel} weights: {error}") from error
@@ -135,12 +129,8 @@ def _encode_on_device(old: Tensor, new: Tensor, mantissa: int) -> Tensor:
     headers, words = _parts(payload, old.numel())
     ends = headers
     for writes in (False, True):
-        lossless_kernels.encode[(max(1, len(headers)),)](
-            *(old, new, headers, ends, words, old.numel()),
-            MANTISSA=mantissa,
-            WRITE=writes,
-            **CONSTANTS,
-        )
+        args = old, new, headers, ends, words, old.numel()
+        lossless_kernels.encode[(len(headers),)](*args, MANTISSA=mantissa, WRITE=writes)
         ends = headers.bitwise_and(0xFFFF).cumsum(0)
     length = payload.numel() - 4 * words.numel()
     payload[:8].view(torch.int64).copy_(ends[-1:] * 4 + length)
@@ -153,12 +143,15 @@ def _decode_on_device_(weights: Tensor, payload: Tensor, mantissa: int) -> None:
     headers, words = _parts(payload, weights.numel())
     ends = headers.bitwise_and(0xFFFF).cumsum(0)
     places = weights.new_empty(len(headers), BLOCK)
-    lossless_kernels.find_ones[(len(headers),)](headers, ends, words, places, **CONSTANTS)
-    lossless_kernels.decode[(len(headers),)](
-        *(weights, headers, ends, words, places, weights.numel()),
-        MANTISSA=mantissa,
-        **CONSTANTS,
-    )
+    lossless_kernels.find_ones[(len(headers),)](headers, ends, words, places)
+    args = weights, headers, ends, words, places, weights.numel()
+    lossless_kernels.decode[(len(headers),)](*args, MANTISSA=mantissa)
+
+
+def _try_kernels(device: torch.device) -> None:
+    for dtype, mantissa in _MANTISSA.items():
+        weight = torch.zeros(1, dtype=dtype, device=device).view(torch.int16)
+        _decode_on_device_(weight, _encode_on_device(weight, weight, mantissa), mantissa)
 
 
 def _parts(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:

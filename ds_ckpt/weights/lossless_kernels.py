@@ -9,6 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_ckpt.weights import lossless
+
+BLOCK = tl.constexpr(lossless.BLOCK)
+GROUP = tl.constexpr(lossless.GROUP)
+ESCAPE = tl.constexpr(lossless.ESCAPE)
+MOST_LOW_BITS = tl.constexpr(lossless.MOST_LOW_BITS)
+FLAGS = tl.constexpr(lossless.FLAGS)
+FLAG_WORDS = tl.constexpr(lossless.FLAG_WORDS)
+UNCOMPRESSED = tl.constexpr(lossless.UNCOMPRESSED)
+
 
 @triton.jit
 def _ordinal(bits):
@@ -17,7 +27,7 @@ def _ordinal(bits):
 
 
 @triton.jit
-def _low_bits(exponent, c, MOST_LOW_BITS: tl.constexpr):
+def _low_bits(exponent, c):
     return tl.minimum(tl.maximum(c - exponent, 0), MOST_LOW_BITS)
 
 
@@ -27,7 +37,7 @@ def _words(bits):
 
 
 @triton.jit
-def _write(words, limit, values, places, widths, BLOCK: tl.constexpr):
+def _write(words, limit, values, places, widths):
     """Add values at ascending places, in bits, to zeros that end at word `limit`.
 
     The sum of a word's values is a difference of running sums. The value that reaches the end of
@@ -57,13 +67,6 @@ def encode(
     words,
     numel: tl.int64,
     MANTISSA: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ESCAPE: tl.constexpr,
-    MOST_LOW_BITS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    FLAG_WORDS: tl.constexpr,
-    UNCOMPRESSED: tl.constexpr,
     WRITE: tl.constexpr,
 ):
     """Write headers; or, if `WRITE`, the words, of which each block's end at `ends`."""
@@ -99,7 +102,7 @@ def encode(
     silent = rare & (every == 0)
     if not WRITE:
         is_flagged = tl.sum(silent.to(tl.int32), axis=0) > GROUPS
-    k = _low_bits(exponent, c, MOST_LOW_BITS)
+    k = _low_bits(exponent, c)
     zeros = tl.minimum(z >> k, ESCAPE)
     coded = ((silent & is_flagged) == 0).to(tl.int32)
     widths = (zeros + 1) * coded
@@ -123,30 +126,18 @@ def encode(
                 tl.store(words + tl.arange(0, FLAG_WORDS), tl.sum(bits, axis=1))
             places = tl.cumsum(widths, axis=0) - widths
             unary = coded << zeros
-            _write(words + flag_words, size - flag_words, unary, places, widths, BLOCK)
+            _write(words + flag_words, size - flag_words, unary, places, widths)
             low_words = size - low_words
             places = tl.cumsum(k, axis=0) - k
             low = z & ((1 << k) - 1)
-            _write(words + low_words, size - low_words, low, places, k, BLOCK)
+            _write(words + low_words, size - low_words, low, places, k)
             rank = tl.cumsum(escaped, axis=0)
             place = words.to(tl.pointer_type(tl.int16)) + 2 * low_words - rank
             tl.store(place, z.to(tl.int16), mask=escaped == 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=("headers", "ends", "words", "places"))
-def find_ones(
-    headers,
-    ends,
-    words,
-    places,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ESCAPE: tl.constexpr,
-    MOST_LOW_BITS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    FLAG_WORDS: tl.constexpr,
-    UNCOMPRESSED: tl.constexpr,
-):
+def find_ones(headers, ends, words, places):
     """Write the places of the ones of each block behind its flags, as int16 [blocks, BLOCK]."""
     ROUND: tl.constexpr = BLOCK // 32
     block = tl.program_id(0).to(tl.int64)
@@ -174,22 +165,7 @@ def find_ones(
     do_not_specialize=("numel",),
     do_not_specialize_on_alignment=("weights", "headers", "ends", "words", "places"),
 )
-def decode(
-    weights,
-    headers,
-    ends,
-    words,
-    places,
-    numel: tl.int64,
-    MANTISSA: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ESCAPE: tl.constexpr,
-    MOST_LOW_BITS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    FLAG_WORDS: tl.constexpr,
-    UNCOMPRESSED: tl.constexpr,
-):
+def decode(weights, headers, ends, words, places, numel: tl.int64, MANTISSA: tl.constexpr):
     """Turn the old weights into the new ones."""
     block = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -208,23 +184,27 @@ def decode(
         exponent = tl.where(there, exponent, 1 << 10)
         group = i // GROUP
         is_flagged = (header >> 24 == FLAGS) & (i >= 0)
-        flags = tl.load(words + group // 32, mask=is_flagged, other=-1)
+        # a copy that differs from its owner's weights has other exponents: stay inside the block
+        inside = is_flagged & (group // 32 < size)
+        flags = tl.load(words + group // 32, mask=inside, other=-1)
         coded = ((exponent <= c) | ((flags >> group % 32) & 1 == 1)).to(tl.int32)
         rank = tl.cumsum(coded, axis=0) - 1
         place = tl.load(places + rank, mask=coded == 1, other=0).to(tl.int32)
         last = tl.load(places + rank - 1, mask=(coded == 1) & (rank > 0), other=-1).to(tl.int32)
         zeros = (place - last - 1) * coded
-        k = _low_bits(exponent, c, MOST_LOW_BITS)
-        low_words = size - _words(k)
+        k = _low_bits(exponent, c)
+        low_words = tl.maximum(size - _words(k), 0)
         at = tl.cumsum(k, axis=0) - k
-        word, shift = words + low_words + (at >> 5), at & 31
-        low = tl.load(word, mask=k > 0, other=0).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
-        rest = tl.load(word + 1, mask=shift + k > 32, other=0) << 1 << (31 - shift)
+        word, shift = low_words + (at >> 5), at & 31
+        low = tl.load(words + word, mask=(k > 0) & (word < size), other=0)
+        low = low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+        is_cut = (shift + k > 32) & (word + 1 < size)
+        rest = tl.load(words + word + 1, mask=is_cut, other=0) << 1 << (31 - shift)
         low = (low.to(tl.int32, bitcast=True) | rest) & ((1 << k) - 1)
         z = (zeros << k) | low
         escaped = zeros == ESCAPE
-        rank = tl.cumsum(escaped.to(tl.int32), axis=0)
-        whole = tl.load(halves + 2 * low_words - rank, mask=escaped, other=0).to(tl.int32)
+        half = 2 * low_words - tl.cumsum(escaped.to(tl.int32), axis=0)
+        whole = tl.load(halves + half, mask=escaped & (half >= 0), other=0).to(tl.int32)
         z = tl.where(escaped, whole & 0xFFFF, z)
         change = (z >> 1) ^ -(z & 1)
         after = _ordinal((_ordinal(before) + change) << 16 >> 16)

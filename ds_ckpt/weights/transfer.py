@@ -7,7 +7,7 @@ here: the caller passes the collective, and encodes and decodes the packets.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,12 @@ class ReplicaTransfer:
         """Return whether chunks are in flight."""
         return bool(self._in_flight)
 
-    def start(self, packets: Sequence[Tensor], *, is_fixed_size: bool) -> None:
+    def start(self, packets: list[Tensor], *, is_fixed_size: bool) -> None:
         """Send one packet per chunk, uint8, as far as the bound allows.
 
         With `is_fixed_size` packets have the same sizes on all ranks. Else each begins with its
-        length, int64, which is sent first; the host waits once for all of them.
+        length, int64, which is sent first; the host waits once for all of them. Empties the list:
+        only the bytes to send are kept.
         """
         sizes = [packet.numel() for packet in packets]
         by_owner = dict.fromkeys(self._others, sizes)
@@ -78,9 +79,12 @@ class ReplicaTransfer:
             arrived = self._exchange(own)
             table = torch.stack([own, *arrived.values()]).view(torch.int64).cpu().tolist()
             sizes, by_owner = table[0], dict(zip(arrived, table[1:], strict=True))
-        for number, packet in enumerate(packets):
+        packets.reverse()
+        for number, nbytes in enumerate(sizes):
             lengths = {owner: counts[number] for owner, counts in by_owner.items()}
-            self._waiting.append((packet[: sizes[number]], lengths))
+            packet = packets.pop()
+            packet = packet if packet.numel() == nbytes else packet[:nbytes].clone()
+            self._waiting.append((packet, lengths))
         self.received = 0
         self._launch()
 

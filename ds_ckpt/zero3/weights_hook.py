@@ -127,6 +127,8 @@ class WeightsHook:
         self._loads = 0
         self._is_doubtful = False
         """A load has raised; owners' shards may have been written."""
+        self._is_wrong = False
+        """A change did not fit this rank's copy."""
         self._patches = Patches()
         self.attach()
 
@@ -310,7 +312,7 @@ class WeightsHook:
                 param.partition()
             param.all_gather()  # between all ranks
             param.partition(has_been_updated=True)
-        self._is_doubtful = False
+        self._is_doubtful = self._is_wrong = False
         self._record_writes()
 
     def _master(self, piece: ParamShard) -> Tensor:
@@ -336,9 +338,9 @@ class WeightsHook:
         self._sent_codec = self.codec
         self._wait_for_writes()
         packets = [self._encode(chunk) for chunk in self._chunks]
-        self._record_writes()
         with self._counters.purpose(Purpose.WEIGHTS):
             self._transfer.start(packets, is_fixed_size=self.codec.is_fixed_size)
+        self._record_writes()
         if self._transfer.is_active:
             self._prefetch = getattr(self._coordinator, _PREFETCH)
             setattr(self._coordinator, _PREFETCH, 0)
@@ -360,15 +362,18 @@ class WeightsHook:
             _copy(updated, [self._replica(piece.param, rank) for piece in chunk])
         return packet
 
-    def preallocate(self) -> None:
-        """Code a chunk of zeros as large as the largest, which compiles kernels, and send it.
+    def preallocate(self, *, sends: bool) -> None:
+        """Code a chunk of zeros as large as the largest, which compiles kernels; or send one.
 
-        Collective.
+        Collective if it sends.
         """
         elements = max(sum(piece.size for piece in chunk) for chunk in self._chunks)
         zeros = self._params[0].ds_tensor.new_zeros(elements)
+        if sends:
+            self._transfer.preallocate(zeros.nbytes)
+            return
         self.codec.decode_(zeros, self.codec.encode(zeros, zeros.clone()))
-        self._transfer.preallocate(zeros.nbytes)
+        torch.get_device_module(self.device).synchronize(self.device)  # raises a kernel's failure
 
     def drain(self) -> None:
         """Wait for all chunks in flight. Collective."""
@@ -391,7 +396,17 @@ class WeightsHook:
         for owner, packet in packets.items():
             replicas = [self._replica(piece.param, owner) for piece in chunk]
             held = torch.cat(replicas)
-            self._sent_codec.decode_(held, packet)
+            try:
+                self._sent_codec.decode_(held, packet)
+            except ValueError as error:  # on this rank alone: the others receive on
+                if not self._is_wrong:
+                    log.warning(
+                        "ds_ckpt: rank %d's copy of the weights cannot be changed: %s. The next "
+                        "comparison of checksums gathers all weights anew",
+                        *(self.layout.rank, error),
+                    )
+                self._is_wrong = True
+                continue
             _copy(held.split([piece.size for piece in chunk]), replicas)
 
     def check(self) -> bool:

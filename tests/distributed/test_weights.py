@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.tuner import COUNTED_STEPS
+from ds_ckpt.weights.changes import Lossless
 from ds_ckpt.zero3 import compatibility
 from ds_ckpt.zero3.resident import HOST_COPY, host_copy_bytes, resident_bytes
 from tests.distributed import models
@@ -97,6 +98,14 @@ def test_a_copy_that_went_wrong_is_found_and_healed(kind: str) -> None:
         assert mismatched(engine) == (dist.get_rank() == 0)
         assert not hook.check()
         assert hook.check()
+        assert mismatched(engine) == 0
+        for piece in hook._chunks[0] if dist.get_rank() == 0 else ():
+            piece.param.ds_secondary_tensor.zero_()
+        hook._optimizer.fp32_partitioned_groups_flat[0].data.mul_(1.0003)
+        hook._send()
+        hook.drain()
+        assert hook._is_wrong == (dist.get_rank() == 0)
+        assert not hook.check()
         assert mismatched(engine) == 0
 
 
@@ -241,6 +250,19 @@ def test_a_copy_that_one_process_has_no_room_for_is_made_by_none() -> None:
         if dist.get_rank() == 1:
             patch.setattr(resident_weights, "free_on", lambda device: 1)
         _refused({}, ["$.ds_ckpt.weights.resident", "more than are free"])
+
+
+@ranks(1, 1)
+def test_changes_that_one_process_cannot_code_are_coded_by_none() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident_weights, "on_host", lambda device: False)
+        if dist.get_rank() == 1:
+            patch.setattr(Lossless, "encode", lambda *_: torch.zeros(()).view(2))
+        with (
+            refused("invalid for input of size", kind=Exception),
+            running("llama", config=resident_config(LOSSLESS)),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(

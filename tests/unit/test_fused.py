@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_ckpt.compression import Quantize, fused
 from ds_ckpt.compression.quantize import BLOCKS
 from ds_ckpt.compression.topk import blocks_for, select_in_blocks
+from ds_ckpt.weights import lossless
 
 if os.environ.get("CI") != "true":  # there it is installed
     pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
@@ -130,11 +131,12 @@ def test_maxima_of_blocks_are_those_of_the_operators(numel, density, shards, see
     assert torch.equal(*found)
 
 
-def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("kernels", [(), (lossless._try_kernels,)])
+def test_kernels_that_cannot_be_compiled_are_not_used(kernels, monkeypatch, caplog) -> None:
     fused.is_supported.cache_clear()
     device = torch.device("cuda")
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: 1 / 0)
-    assert [fused.is_supported(device) for _ in range(2)] == [False, False]
+    assert [fused.is_supported(device, *kernels) for _ in range(2)] == [False, False]
     (line,) = caplog.messages
     assert "fused kernels do not run on cuda: ZeroDivisionError" in line
     fused.is_supported.cache_clear()

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.weights import lossless
+from ds_ckpt.weights import lossless, transfer
+from ds_ckpt.weights.changes import NodeLayout
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -139,7 +140,7 @@ def test_a_damaged_payload_is_refused() -> None:
 
 
 def kernels(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lossless.fused, "is_supported", lambda device: True)
+    patch.setattr(lossless.fused, "is_supported", lambda *_: True)
 
 
 def check_kernels(old: Tensor, new: Tensor) -> None:
@@ -158,7 +159,7 @@ def check_kernels(old: Tensor, new: Tensor) -> None:
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    numel=st.integers(1, 2100),
+    numel=st.integers(0, 2100),
     dtype=st.sampled_from(DTYPES),
     spread=st.sampled_from([0, 1, 7, 100, 40_000]),
     share=st.sampled_from([0.02, 0.4, 1.0]),
@@ -166,6 +167,38 @@ def check_kernels(old: Tensor, new: Tensor) -> None:
 def test_kernels_and_cpus_write_and_read_the_same_bytes(seed, numel, dtype, spread, share) -> None:
     old, new = (t.view(dtype) for t in any_change(seed, numel, spread, share))
     check_kernels(old, new)
+
+
+def test_only_bytes_to_send_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 0)
+    alone = NodeLayout(1, 1, 0, None), None, lambda *_, **__: None, lambda: torch.device("cpu")
+    sender, packet = transfer.ReplicaTransfer(*alone), lossless.encode(*step_of(1e-3, 3000))
+    sender.start([torch.nn.functional.pad(packet, (0, 100))] * 2, is_fixed_size=False)
+    kept = [waiting.untyped_storage().nbytes() for waiting, _ in sender._waiting]
+    assert kept == [len(packet)] * 2
+
+
+@pytest.mark.parametrize("held", [0.0, 1e-3, 1.0, 1e9])
+@pytest.mark.parametrize("rate", [1e-5, 3e-4, 1e-2])
+def test_kernels_read_no_other_block_if_weights_differ(rate, held, monkeypatch) -> None:
+    from triton.runtime import interpreter
+
+    old, new = step_of(rate, 1024)
+    payload, reach = lossless.encode(old, new), 4096  # bytes beside it, of no other tensor
+    payload = torch.nn.functional.pad(payload, (reach, reach))[reach:-reach]
+    kernels(monkeypatch)
+    load, begin = interpreter.InterpreterBuilder.create_masked_load, payload.data_ptr()
+
+    def watched(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+        at = pointers.data[mask.data].astype("int64") - begin
+        beside = (-reach < at) & (at < 8) | (at >= len(payload)) & (at < len(payload) + reach)
+        found.extend(at[beside].tolist())
+        return load(self, pointers, mask, *args)
+
+    found: list[int] = []
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", watched)
+    lossless.decode_(torch.full_like(old, held), payload)
+    assert not found
 
 
 @pytest.mark.parametrize("rate", [1e-2, 1e-3, 1e-4, 1e-5])
