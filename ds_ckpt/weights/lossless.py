@@ -42,15 +42,18 @@ from torch import Tensor
 
 from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import on_host
+from ds_ckpt.weights.lossless_format import (
+    BLOCK,
+    ESCAPE,
+    FLAG_WORDS,
+    FLAGS,
+    GROUP,
+    MOST_LOW_BITS,
+    UNCOMPRESSED,
+)
 
 _T = TypeVar("_T")
 _Array = NDArray[Any]
-BLOCK = 1024
-GROUP = 4
-ESCAPE = 15
-MOST_LOW_BITS = 8
-FLAGS, UNCOMPRESSED = 1, 2
-FLAG_WORDS = BLOCK // GROUP // 32
 CHUNK = 1 << 19
 """Elements that a CPU codes together, a multiple of `BLOCK`; they fit in a core's cache."""
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -9,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_ckpt.weights import lossless
+from ds_ckpt.weights import lossless_format
 
-BLOCK = tl.constexpr(lossless.BLOCK)
-GROUP = tl.constexpr(lossless.GROUP)
-ESCAPE = tl.constexpr(lossless.ESCAPE)
-MOST_LOW_BITS = tl.constexpr(lossless.MOST_LOW_BITS)
-FLAGS = tl.constexpr(lossless.FLAGS)
-FLAG_WORDS = tl.constexpr(lossless.FLAG_WORDS)
-UNCOMPRESSED = tl.constexpr(lossless.UNCOMPRESSED)
+BLOCK = tl.constexpr(lossless_format.BLOCK)
+GROUP = tl.constexpr(lossless_format.GROUP)
+ESCAPE = tl.constexpr(lossless_format.ESCAPE)
+MOST_LOW_BITS = tl.constexpr(lossless_format.MOST_LOW_BITS)
+FLAGS = tl.constexpr(lossless_format.FLAGS)
+FLAG_WORDS = tl.constexpr(lossless_format.FLAG_WORDS)
+UNCOMPRESSED = tl.constexpr(lossless_format.UNCOMPRESSED)
 
 
 @triton.jit
