@@ -33,12 +33,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_ckpt.compression.base import Codec, Method, on_host
+from ds_ckpt.compression.base import Codec, Method
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import Expects
 
@@ -166,8 +165,6 @@ def _powers(device: torch.device) -> Tensor:
 
 def _places(mask: Tensor) -> Tensor:
     """Return the places of ones, int64, ascending."""
-    if on_host(mask.device):  # torch's: 1.06x of a step (5M parameters, 64 tokens, 2 ranks)
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)
 
 
