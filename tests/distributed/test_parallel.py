@@ -1,6 +1,6 @@
 """Compression and resident weights beside tensor and sequence parallelism, on two by two ranks.
 
-Law 10: parameters that tensor-parallel ranks replicate stay equal to the bit.
+Law 9: parameters that tensor-parallel ranks replicate stay equal to the bit.
 """
 
 import hashlib

@@ -26,6 +26,13 @@ def test_every_page_is_on_the_site() -> None:
     assert sorted(listed) == sorted(page.name for page in PAGES)
 
 
+def test_the_headline_is_that_of_the_results() -> None:
+    report = (ROOT / "benchmarks/results/measure/shares.md").read_text(encoding="utf-8")
+    headline = report.splitlines()[0].removeprefix("# ")
+    for page in ("README.md", "docs/expect.md"):
+        assert headline in " ".join((ROOT / page).read_text(encoding="utf-8").split()), page
+
+
 @pytest.mark.slow
 def test_figures_are_what_the_results_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tomllib")  # Python 3.11

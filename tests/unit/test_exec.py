@@ -53,7 +53,8 @@ IS_WRAPPED = "import deepspeed\nprint(hasattr(deepspeed.initialize, '__ds_ckpt__
 
 def test_initialize_is_wrapped_however_it_is_imported(folder: Path) -> None:
     name = "from deepspeed import initialize\nprint(hasattr(initialize, '__ds_ckpt__'))"
-    for program in (IS_WRAPPED, name):
+    late = "import sys, deepspeed\nprint('ds_ckpt.engine' not in sys.modules)"
+    for program in (IS_WRAPPED, name, late):
         assert python(program, str(folder)) == "True\n"
 
 
