@@ -52,9 +52,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what a deprecated name stands for, with a warning."""
+    """Return the object of a deprecated name, with a warning."""
     former: dict[str, tuple[Any, str]] = {
         "Gone": (Removed, "Removed"),
+        "RowCodec": (Codec, "Codec"),
         "add_scaled": (lambda into, add, scale: into.add_(add, alpha=scale), "Tensor.add_"),
     }
     if name not in former:

@@ -25,6 +25,11 @@ payloads:
                     fp32 unit of the other levels, uint8 k of the first and of the second
                     sequence, zeros | unary parts from the front, low bits from the end
 
+changes of resident weights, all-gathered or sent to replicas; a word has 32 bits, the first lowest:
+    int64 bytes of the payload | int32 of each block: words, c << 16, mode << 24 | all blocks
+    a block: flags (8 words, mode `FLAGS` only) | unary | escapes, int16 z of codes with `ESCAPE`
+    zeros, the last first | low bits. Each part ends with a word (`weights.lossless` has the code)
+
 powersgd sends no packets of its own. Factors are all-reduced in fp32; two or three ranks instead
 send each other fp32 numbers that must stay exact, then bf16 factors (`exchange.low_rank`). The
 version counts changes of these, of sums inside a node and of weights (`weights.lossless`), too:

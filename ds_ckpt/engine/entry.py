@@ -223,8 +223,7 @@ def _read(source: Any) -> dict[str, Any] | None:
     """Read an object, a file or base64 as DeepSpeed does; None if it cannot be read."""
     if source is None or isinstance(source, Mapping):
         return None if source is None else dict(source)
-    import hjson
-    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as unique
+    from ds_ckpt.zero3.compatibility import parse_hjson
 
     is_file = os.path.isfile(source)
     text = Path(source).read_bytes() if is_file else b""
@@ -232,5 +231,5 @@ def _read(source: Any) -> dict[str, Any] | None:
         return load_file(source)
     with contextlib.suppress(TypeError, ValueError):
         text = text if is_file else base64.urlsafe_b64decode(source)
-        return dict(hjson.loads(text.decode(), object_pairs_hook=unique))
+        return parse_hjson(text.decode())
     return None

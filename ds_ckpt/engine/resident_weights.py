@@ -41,7 +41,7 @@ class ResidentWeights:
         codecs: Encodings of the changes, by name; all train alike to the bit.
         groups: Process groups made for the hook.
         nccl_bytes: Bytes that NCCL has allocated for them.
-        may_detach: Whether DeepSpeed's own gathers are a candidate, too.
+        may_detach: DeepSpeed's own gathers are a candidate, too.
 
     Attributes:
         tuner: None if there is nothing to choose.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -172,7 +171,7 @@ class Session:
             policy=activation_policy(activation),
             units=units,
             around=self._inputs.around if self._inputs else None,
-            trackers=_random_trackers(),
+            trackers=compatibility.random_trackers(),
         )
         self._detach.callback(lambda: blocks.remove())
         if activation.offload or any(unit.offloads for unit in units):
@@ -357,17 +356,6 @@ def _refuse_to_train(*_: Any, **__: Any) -> None:
     why = "its optimizer has copies of the weights from before the later engine was built"
     remedy = "train with the later engine, or build another one on this model"
     raise UnsupportedError(Problem("engine", found, why, remedy))
-
-
-def _random_trackers() -> list[Any]:
-    """Return the random states of tensor-parallel code: DeepSpeed's and Megatron's."""
-    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    trackers = [get_cuda_rng_tracker()]
-    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
-    if megatron is not None:
-        trackers.append(megatron.get_cuda_rng_tracker())
-    return trackers
 
 
 def ensure_log_handler() -> None:

@@ -8,18 +8,8 @@ and a change z (0, -1, 1, ... as 0, 1, 2, ...) of a weight with exponent e has a
 with e > c rarely change: in a block of mode `FLAGS` a group of `GROUP` elements has a bit that is 1
 if one of its rare weights changes. If none does, they have no code.
 
-The parts of a payload, all little-endian; a word has 32 bits, the first lowest:
-
-    int64       bytes of the payload
-    int32       of each block: words | c << 16 | mode << 24
-    words       of all blocks
-
-    flags       8 words, mode `FLAGS` only
-    unary       zeros and ones of all codes
-    escapes     int16 z of codes with `ESCAPE` zeros, the last first
-    low bits    of all codes
-
-Each part ends with a word. A block that would not shrink (mode `UNCOMPRESSED`) has the new weights.
+`compression.wire` has the layout, and the version that ranks compare at attach. A block that would
+not shrink (mode `UNCOMPRESSED`) has the new weights.
 So all codes of a block are read at once: the places of low bits follow from the old exponents, the
 others from the places of ones. Integer arithmetic alone decides on c and mode: the kernels of
 `lossless_kernels`, which CUDA devices with Triton run, write the same bytes as numpy here.

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -395,3 +396,22 @@ def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     same_shape = expected.shape == got.shape
     return same_shape and torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest)
+
+
+def random_trackers() -> list[Any]:
+    """Return the random states of tensor-parallel code: DeepSpeed's and Megatron's."""
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    trackers = [get_cuda_rng_tracker()]
+    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+    if megatron is not None:
+        trackers.append(megatron.get_cuda_rng_tracker())
+    return trackers
+
+
+def parse_hjson(text: str) -> dict[str, Any]:
+    """Parse a configuration as DeepSpeed does. Raises ValueError."""
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    return dict(hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys))

@@ -54,6 +54,8 @@ def test_imports_are_light(code: str, heavy: str) -> None:
 def test_former_names_of_compression_warn() -> None:
     with pytest.warns(DeprecationWarning, match="use Removed"):
         assert compression.Gone is compression.Removed
+    with pytest.warns(DeprecationWarning, match="use Codec"):
+        assert compression.RowCodec is compression.Codec
     with pytest.warns(DeprecationWarning, match=r"use Tensor\.add_"):
         add_scaled = compression.add_scaled
     into = torch.ones(3)

@@ -2,9 +2,9 @@
 
 Arithmetic on sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
 `runtime/zero/stage3.py`): shards of `ceil(numel / world)`, 32-bit master weights beside the
-optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`. Of
-NCCL's buffers those of the plugin's groups are counted, as others have reported them. Not counted:
-fragmentation.
+optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`.
+NCCL's buffers are counted for the plugin's groups, as others have reported them. Fragmentation is
+not counted.
 """
 
 from __future__ import annotations

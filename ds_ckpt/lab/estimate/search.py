@@ -140,7 +140,7 @@ class Setting:
     weights: str
     method: PlanMethod
     divisor: int = 1
-    """Of the default bucket."""
+    """Divisor of the default bucket's size."""
 
     @property
     def sections(self) -> int:
