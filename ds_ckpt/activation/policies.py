@@ -62,7 +62,7 @@ class RecomputePolicy(Section):
         """
         return []
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Describe the settings in a few words, behind the policy's name."""
         return ""
 
@@ -242,7 +242,7 @@ class _EveryN(RecomputePolicy):
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,)) for block in blocks[:: self.every_n]]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f" {self.every_n}"
 
 
@@ -287,7 +287,7 @@ class _Segments(RecomputePolicy):
         count = min(count, total)
         return [stack[i * total // count : (i + 1) * total // count] for i in range(count)]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         if self.segments is not None:
             return f", {self.segments} of each stack"
         size = self.segment_size or 2
@@ -329,5 +329,5 @@ class _Selective(RecomputePolicy):
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,), self.save_ops, f"{where}.save_ops") for block in blocks]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f" ({'+'.join(self.save_ops)})"

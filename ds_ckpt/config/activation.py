@@ -129,7 +129,7 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         known = policy_named(self.policy)
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
-        words += self.settings().values.words() if known else detail
+        words += self.settings().values.describe() if known else detail
         rules = f", {len(self.rules)} rules" if self.rules else ""
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"
