@@ -100,9 +100,7 @@ class Pool:
         """Process ids of the running workers by dp_rank; empty before the first use."""
         return list(self._pids)
 
-    def run(
-        self, case: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, case: Callable, *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
         """Results of `case(*args, **kwargs)`, one a process, in order of dp_rank.
 
         Arguments and results are sent as pickles; tensors are copied. Raises PoolError if a process

@@ -99,9 +99,7 @@ SECTIONS = {
 )
 @ranks()
 def test_an_exchange_that_sends_everything_equals_deepspeed(kind, options) -> None:
-    expected, ours = (
-        training.trained(kind, section, 6, **options) for section in ({}, training.DENSE)
-    )
+    expected, ours = (training.trained(kind, one, 6, **options) for one in ({}, training.DENSE))
     assert not expected.active
     assert ours.active
     assert ours.collectives > 0
@@ -128,9 +126,7 @@ def test_quantize_sends_four_bits_and_trains_like_deepspeed() -> None:
 
 @ranks(2)
 def test_warm_up_is_plain_deepspeed() -> None:
-    warm, longer = (
-        training.trained("llama", topk_section(warmup_steps=4), steps) for steps in (4, 5)
-    )
+    warm, longer = (training.trained("llama", topk_section(warmup_steps=4), n) for n in (4, 5))
     assert warm.weights == training.trained("llama", {}, 4).weights
     assert not warm.residuals
     assert longer.residuals
@@ -158,10 +154,8 @@ def test_warm_up_is_plain_deepspeed() -> None:
 def test_nothing_is_lost(slots: list[int], section: str, kind: str, accumulation: int) -> None:
     settings = SECTIONS[section]
     steps = max(4, settings["compression"]["warmup_steps"] + 2)
-    worst, compressed = training.conservation(
-        kind, settings, steps, accumulation, levels=len(slots)
-    )
-    assert compressed > 3
+    worst, count = training.conservation(kind, settings, steps, accumulation, levels=len(slots))
+    assert count > 3
     is_low_rank = settings["compression"]["method"] == "powersgd"
     assert worst < (3e-5 if is_low_rank or len(slots) > 1 else 1e-5)
 
@@ -567,8 +561,7 @@ def _save_universal(folder: Path) -> dict[str, Any]:
 
 
 def _load_universal(folder: Path, *, holds_residuals: bool, again: str = "") -> dict[str, Any]:
-    """Load a universal checkpoint and train on. If `again` names a folder, it is saved there as it
-    was loaded."""
+    """Load a universal checkpoint, save it as it was loaded if `again` names a folder, train on."""
     with running("llama", SECTIONS["powersgd bf16"], checkpoint={"load_universal": True}) as engine:
         with captured_log() as logged:
             models.train(engine, "llama", 1)  # leaves residuals, which the load must not keep

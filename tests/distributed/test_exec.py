@@ -80,9 +80,7 @@ def test_python_alone_with_the_variables_of_a_launcher(tmp_path: Path) -> None:
     command = [*EXEC, "--section", str(tmp_path / "section.json"), "--", sys.executable, SCRIPT]
     command += ["script", f"--folder={tmp_path}", "--deepspeed_config", "config.json"]
     (tmp_path / "config.json").write_text(json.dumps(exec_train.PLAIN))
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert "$.ds_ckpt.activation.policy" in ran.stderr  # the wrong one, at the script's end
     ((by_file, _), (own, _), _) = json.loads((tmp_path / "script_0.json").read_text())["results"]
     assert "checkpointing block" in by_file

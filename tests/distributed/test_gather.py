@@ -1,4 +1,4 @@
-"""The gather hook on real ZeRO-3 engines: 2.00 gathers, nothing left, bit-equal gradients."""
+"""The gather hook on real ZeRO-3: 2.00 gathers, nothing left, gradients bit-equal or none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 
 import ds_ckpt
+from ds_ckpt.telemetry import Purpose
 from tests.distributed import models
 from tests.distributed.models import PLAIN, equal
 from tests.distributed.pool import once, ranks
@@ -123,3 +124,21 @@ def test_the_module_stack_does_not_grow_over_a_hundred_steps() -> None:
             heights.append(len(parameter_offload.FWD_MODULE_STACK))
         assert heights[0] == heights[-1]
         assert len(ds_ckpt.session_of(engine)._gather._kept) == 0
+
+
+@pytest.mark.parametrize(
+    "section", [{}, {"compression": {"method": "topk", "warmup_steps": 0}}], ids=["none", "topk"]
+)
+@ranks(2)
+def test_no_gradient_is_sent_and_training_goes_on(section: dict[str, Any]) -> None:
+    with running("llama", section) as engine:
+        session = ds_ckpt.session_of(engine) or ds_ckpt.attach(engine)
+        session.send_no_gradients()
+        before, losses = session.counters.snapshot(), []
+        for _ in range(3):
+            losses.append(_backward(engine, "llama", 0))
+            engine.step()
+        sent = (session.counters.snapshot() - before).bytes_sent
+    assert sent[Purpose.REDUCE] == 0
+    assert sent[Purpose.GATHER_FORWARD] > 0
+    assert losses[-1] < losses[0]

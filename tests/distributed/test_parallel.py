@@ -3,6 +3,7 @@
 Law 9: parameters that tensor-parallel ranks replicate stay equal to the bit.
 """
 
+import functools
 import hashlib
 import itertools
 import shutil
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_local_grad
 
 import ds_ckpt
 from ds_ckpt.engine import tuner as tuning
@@ -373,9 +374,7 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["topk", "powersgd"])
-def test_another_data_parallel_size_keeps_the_sum_of_a_slice(
-    world2: Any, world4: Any, tmp_path: Path, method: str
-) -> None:
+def test_another_data_parallel_size_keeps_a_slices_sum(world2, world4, tmp_path, method) -> None:
     """DeepSpeed loads a universal checkpoint alone; other tensor-parallel sizes start at 0."""
     sections, folder = {"ds_ckpt": METHODS[method]}, str(tmp_path)
     saved = world4.run(run, "tp", sections, 5, save=folder, timeout=240)
@@ -536,3 +535,18 @@ def test_a_step_with_nan_is_skipped_by_all(kind: str, names: list[str]) -> None:
             assert _equal(owed, _owed(engine))
             _train(engine, kind, 4, 5)
             assert engine.skipped_steps == 1, (name, bad)
+
+
+@ranks(4, timeout=240)
+def test_a_tensor_parallel_rank_trains_its_shards_on_its_own_gradients() -> None:
+    own: dict[str, torch.Tensor] = {}
+    with engine_of("tp", {"ds_ckpt": DENSE}) as engine:
+        ds_ckpt.session_of(engine).send_no_gradients()
+        me = dist.get_rank(engine.optimizer.dp_process_group)
+        for name, parameter in engine.module.named_parameters():
+            parameter.register_hook(functools.partial(own.__setitem__, name))
+        engine.backward(loss_at(engine, "tp", 0))
+        for name, parameter in engine.module.named_parameters():
+            shard = safe_get_local_grad(parameter).flatten()
+            part = own[name].flatten()[me * len(shard) :][: len(shard)]
+            assert torch.equal(shard[: len(part)], part), name

@@ -94,9 +94,7 @@ def _train(engine: Any, kind: str, size: int, seeds: str, twice: bool) -> Any:
         torch.manual_seed(seed if seeds == "equal" else 1000 * seed + dist.get_rank())
         inputs.clear()
         before = counters.snapshot()
-        extra = (
-            engine(**architectures.batch(kind, 1000 * replica + step + 50)).loss if twice else 0.0
-        )
+        extra = engine(**architectures.batch(kind, 1000 * replica + step + 50)).loss if twice else 0
         held = len(inputs)
         loss = engine(**architectures.batch(kind, 1000 * replica + step)).loss
         found.alive.append(sum(not ref.expired() for _, ref in inputs[held:]))

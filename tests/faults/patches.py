@@ -114,9 +114,7 @@ def _places(lines: list[str], hunk: Hunk) -> Iterator[int]:
         if lines[at].strip() == first.strip():
             shift = _indent(lines[at]) - _indent(first)
             found = lines[at : at + len(hunk.before)]
-            if all(
-                _shifted(line, shift) == is_ for line, is_ in zip(hunk.before, found, strict=True)
-            ):
+            if all(_shifted(a, shift) == b for a, b in zip(hunk.before, found, strict=True)):
                 yield at
 
 

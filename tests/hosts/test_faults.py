@@ -60,11 +60,9 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_launch: N
     import transformers
 
     packages = str(Path(transformers.__file__).parent.parent)
-    listen = (
-        "import socket; s = socket.create_server(('', 29500)); print(1, flush=True); s.accept()"
-    )
+    code = "import socket; s = socket.create_server(('', 29500)); print(1, flush=True); s.accept()"
     with EmulatedHosts(6, rate_mbit=None, pdsh=True) as hosts:
-        command = hosts.hosts[0].command([sys.executable, "-c", listen])
+        command = hosts.hosts[0].command([sys.executable, "-c", code])
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
             assert listener.stdout is not None
             assert listener.stdout.readline() == "1\n"
@@ -93,9 +91,7 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_launch: N
     assert "install this environment there" in found["host4"].remedy
 
 
-def _fails_in_mid_run(
-    hosts: EmulatedHosts, folder: Path, fault: Callable[[], None]
-) -> tuple[str, float]:
+def _fails_in_mid_run(hosts: EmulatedHosts, folder: Path, fault: Callable) -> tuple[str, float]:
     """Return the error of a run with `fault` after its first trial, and seconds since `fault`."""
     store = Store(folder)
     happened: list[float] = []

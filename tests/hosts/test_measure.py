@@ -51,9 +51,7 @@ def measured(can_emulate: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.timeout(600)
-def test_the_demo_measures_its_configurations_in_one_start(
-    can_emulate: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_measures_configurations_in_one_start(can_emulate, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     few = ["--tokens=16", "--batch=1", "--steps=1", "--repetitions=1"]
     small = "--shape=hidden_size=64,layers=1,intermediate_size=128,heads=2"

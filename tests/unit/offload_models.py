@@ -101,11 +101,8 @@ class Boom(torch.autograd.Function):
         raise OSError("boom")
 
 
-def put_on(
-    model, patterns, *, copies=None, policy=None, **options
-) -> tuple[CheckpointedBlocks, InputStore]:
-    """Checkpointing of the model's blocks with their boundaries kept in host memory, or policy
-    "offload"."""
+def put_on(model, patterns, *, copies=None, policy=None, **options) -> tuple:
+    """Checkpointed blocks with their boundaries in host memory, or policy "offload"; the store."""
     store = InputStore(
         CPU, copies or Copies(), owned=[*model.parameters(), *model.buffers()], **options
     )
@@ -116,9 +113,7 @@ def put_on(
 
 
 def device_bytes(store: InputStore) -> int:
-    return sum(
-        storage.nbytes for storage in store._storages.values() if storage.on_device is not None
-    )
+    return sum(s.nbytes for s in store._storages.values() if s.on_device is not None)
 
 
 def host_bytes(store: InputStore) -> int:
@@ -139,7 +134,5 @@ def gradients(model: nn.Module, data: dict[str, Tensor]) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+def equal(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -46,9 +46,7 @@ class Stack(nn.Module):
         return x.square().sum()
 
 
-def around(
-    inner: Callable[..., Any], join: Callable[..., Tensor] | None = None
-) -> Callable[[], Stack]:
+def around(inner: Callable[..., Any], join: Any = None) -> Callable[[], Stack]:
     return lambda: Stack(lambda: Block(inner), join)
 
 

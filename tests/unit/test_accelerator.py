@@ -38,9 +38,7 @@ def _names(tensors: int) -> list[str]:
     return [f"p{i}" for i in range(tensors)]
 
 
-def _gradients(
-    world: int, seed: int, shapes: tuple[tuple[int, ...], ...] = SHAPES
-) -> list[list[Tensor]]:
+def _gradients(world: int, seed: int, shapes=SHAPES) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         [torch.randn(s, generator=generator, dtype=torch.float32).bfloat16() for s in shapes]
@@ -60,9 +58,7 @@ def _choose(method: str) -> Callable[[str, torch.Size], Compressor | None]:
 class OnGpus:
     """A world whose processes have a pretended accelerator each."""
 
-    def __init__(
-        self, size: int, method: str, *, local=1, holds=False, residual_dtype="fp32"
-    ) -> None:
+    def __init__(self, size, method, *, local=1, holds=False, residual_dtype="fp32") -> None:
         self.world = World(
             size, _choose(method), local=local, holds=holds, residual_dtype=residual_dtype
         )
@@ -236,9 +232,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def everything_of(
-    method, residual_dtype="fp32", around=contextlib.nullcontext, local=1
-) -> list[Tensor]:
+def everything_of(method, residual_dtype="fp32", around=contextlib.nullcontext, local=1) -> list:
     """Return all that three steps of an accumulating world deliver and leave."""
     size = 3 * local
     world = World(size, _choose(method), holds=True, local=local, residual_dtype=residual_dtype)
@@ -246,9 +240,7 @@ def everything_of(
     for step in range(3):
         held, last = _gradients(size, 2 * step), _gradients(size, 2 * step + 1)
 
-        def work(
-            p: int, held: list[list[Tensor]] = held, last: list[list[Tensor]] = last
-        ) -> list[Tensor]:
+        def work(p: int, held=held, last=last) -> list[Tensor]:
             exchange = world.exchanges[p]
             with around():
                 exchange.accumulate(_names(4), [t.clone() for t in held[p]], 1000.0)

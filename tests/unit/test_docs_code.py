@@ -79,9 +79,7 @@ def _commands(block: Code) -> Iterator[Code]:
                 yield Code(block.page, block.line, "bash", " ".join(command.split()))
 
 
-SCRIPTS = [
-    p for folder in ("benchmarks", "scripts", "examples") for p in (ROOT / folder).glob("*.py")
-]
+SCRIPTS = [p for name in ("benchmarks", "scripts", "examples") for p in (ROOT / name).glob("*.py")]
 BLOCKS = [block for page in PAGES for block in _blocks(page)]
 SPANS = [span for page in PAGES for span in _spans(page)]
 TYPED = [line for block in BLOCKS if block.language == "bash" for line in _commands(block)]
@@ -213,16 +211,12 @@ def test_quick_commands_run(code: Code) -> None:
 
 def _run(command: str) -> str:
     """Run in the reader's folder, at a free port."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = re.sub(r"^ds-ckpt", f"{sys.executable} -m ds_ckpt.cli", command)
     command = re.sub(r"^deepspeed", f"deepspeed --master_port={free_port()}", command)
     done = subprocess.run(
-        ["bash", "-c", f"{command} 2>&1"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
+        ["bash", "-c", f"{command} 2>&1"], env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
@@ -271,11 +265,8 @@ def test_a_script_imports_what_is_there(script: Path) -> None:
 
 
 def test_files_and_tests_in_sentences_are_there() -> None:
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-    ).stdout.split()
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout.split()
     names = listed or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.*")]
     modules = [ROOT / name for name in names if re.match(r"tests/.*\.py$", name)]
     source = "\n".join(path.read_text() for path in modules if path.exists())

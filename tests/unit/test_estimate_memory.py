@@ -115,9 +115,7 @@ def _divided(zero: dict[str, Any], world: int, hosts: int | None, **rest: Any) -
         ({}, {}, 8, 2, 0, 2),
     ],
 )
-def test_a_hosts_copy_is_whole_shards_of_all_weights(
-    zero: Any, rest: Any, world: int, hosts: int | None, copies: int, known: Any
-) -> None:
+def test_a_hosts_copy_is_whole_shards_of_weights(zero, rest, world, hosts, copies, known) -> None:
     states, notes = _divided(zero, world, hosts, **rest)
     shards = 125_001 + 63 + 250_000  # of 8, frozen ones included
     assert states.host_copy_bytes == 2 * copies * shards
@@ -180,9 +178,7 @@ AT_BOUNDARY = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
         (AT_BOUNDARY, 2, None, 4, False),  # earlier micro-steps of all wait in residuals
     ],
 )
-def test_residuals_are_of_compressed_parameters(
-    section: Any, steps: int, hosts: int | None, entry_bytes: int, on_host: bool
-) -> None:
+def test_residuals_are_of_compressed_weights(section, steps, hosts, entry_bytes, on_host) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(10, 10))
     file = {

@@ -86,9 +86,7 @@ def mean(gradients: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
     return torch.stack([g[tensor].reshape(-1).double() for g in gradients]).mean(0)
 
 
-several_hosts = hosts.filter(
-    lambda case: case.world > case.local and any(map(math.prod, case.shapes))
-)
+several_hosts = hosts.filter(lambda c: c.world > c.local and any(map(math.prod, c.shapes)))
 
 
 @given(
@@ -226,9 +224,7 @@ def test_the_owners_part_is_exact_and_leaves_no_residual(case, codec) -> None:
     st.integers(0, 10**6),
     st.integers(0, 2),
 )
-def test_a_non_finite_value_is_seen_and_leaves_no_trace(
-    case: Case, codec: Compressor | None, bad: float, where: int, bad_micro_step: int
-) -> None:
+def test_a_non_finite_value_is_seen_and_leaves_no_trace(case, codec, bad, where, bad_step) -> None:
     clean, dirty = (World(case.world, matrices(codec), local=case.local) for _ in range(2))
     for world in (clean, dirty):
         world.reduce(case.names, case.gradients())
@@ -238,7 +234,7 @@ def test_a_non_finite_value_is_seen_and_leaves_no_trace(
     seen = False
     for micro_step in range(3):
         gradients = case.gradients(10 + micro_step)
-        if micro_step == bad_micro_step:
+        if micro_step == bad_step:
             filled = [(p, g) for p in gradients for g in p if g.numel()]
             if not filled:
                 return
@@ -247,7 +243,7 @@ def test_a_non_finite_value_is_seen_and_leaves_no_trace(
         shards = dirty.reduce(case.names, gradients)
         found = any(not torch.isfinite(s).all() for process in shards for s in process)
         seen = seen or found
-        assert found or micro_step != bad_micro_step
+        assert found or micro_step != bad_step
     assert seen
     dirty.rollback()
     for was, feedback in zip(before, dirty.feedbacks, strict=True):
@@ -343,12 +339,9 @@ def test_a_parameter_absent_at_the_boundary_is_sent_in_the_next_step() -> None:
 
 def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     processes = World(1, _topk, holds=True)
-    at_boundary = False
+    ends = False
     schedule = StepState(
-        processes.exchanges[0],
-        warmup_steps=1,
-        current_step=lambda: step,
-        at_boundary=lambda: at_boundary,
+        processes.exchanges[0], warmup_steps=1, current_step=lambda: step, at_boundary=lambda: ends
     )
     gradients = _gradients(1, 0)[0]
 
@@ -363,15 +356,13 @@ def test_the_schedule_asks_for_the_boundary_at_every_bucket() -> None:
     assert run() == ["deepspeed"]  # the warm-up exchanges every micro-step, as DeepSpeed does
     step = 1
     assert not any(bool(part.any()) for part in run())
-    at_boundary = True
+    ends = True
     for part, gradient in zip(run(), gradients, strict=True):
         assert torch.allclose(part, 2 * gradient.flatten(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1])
-def test_a_step_that_none_of_its_micro_steps_ends_is_an_error_and_leaves_nothing(
-    warmup_steps: int,
-) -> None:
+def test_a_step_that_no_micro_step_ends_is_an_error_and_leaves_nothing(warmup_steps) -> None:
     processes = World(1, _topk, holds=True)
     schedule = StepState(
         processes.exchanges[0],

@@ -39,11 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 def python(program: str, path: str) -> str:
     """What a Python says that `exec` would start with this PYTHONPATH."""
-    variables = environment.with_plugin({"PYTHONPATH": path}, None, Path("/nowhere/reached"))
+    env = environment.with_plugin({"PYTHONPATH": path}, None, Path("/nowhere/reached"))
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=variables, cwd=path, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command, env=env, cwd=path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -133,13 +131,11 @@ def test_variables_of_an_earlier_run_are_warned_of(tmp_path: Path) -> None:
 
 def test_signals_are_passed_on() -> None:
     wait = "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done"
-    with subprocess.Popen(
-        [*EXEC, "--", "sh", "-c", wait], stdout=subprocess.PIPE, text=True
-    ) as one:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "up\n"
-        one.send_signal(signal.SIGTERM)
-        assert one.wait(20) == 5
+    with subprocess.Popen([*EXEC, "--", "sh", "-c", wait], stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "up\n"
+        it.send_signal(signal.SIGTERM)
+        assert it.wait(20) == 5
 
 
 PLAIN = {"zero_optimization": {"stage": 3}}

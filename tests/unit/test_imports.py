@@ -110,14 +110,12 @@ def test_the_launcher_argument_goes_on_to_the_script(tmp_path, capsys) -> None:
 
 
 def test_a_module_of_a_package_runs(tmp_path, capsys, monkeypatch) -> None:
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "train.py").write_text(
-        "import sys\nprint(sys.argv, __name__, __package__)\n"
-    )
+    path = tmp_path / "pkg" / "train.py"
+    path.parent.mkdir()
+    path.write_text("import sys\nprint(sys.argv, __name__, __package__)\n")
     monkeypatch.chdir(tmp_path)
     run.main(["--local_rank=1", "-m", "pkg.train", "-m", "x"])
-    path = str(tmp_path / "pkg" / "train.py")
-    assert f"{[path, '--local_rank=1', '-m', 'x']} __main__ pkg" in capsys.readouterr().out
+    assert f"{[str(path), '--local_rank=1', '-m', 'x']} __main__ pkg" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [[], ["--local_rank=0"], ["nowhere.py"]])
@@ -158,11 +156,9 @@ class Parameter(SimpleNamespace):
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_refused(monkeypatch) -> None:
     """On 4 nodes of 2: 4 shards of 8, of 2 bytes, on memory that the 2 ranks of a node share."""
-    missing = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
+    gone = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
     made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
-    engine = SimpleNamespace(
-        device="cpu", module=SimpleNamespace(parameters=lambda: [missing, made])
-    )
+    engine = SimpleNamespace(device="cpu", module=SimpleNamespace(parameters=lambda: [gone, made]))
     needed, layout = 16 * 125_001, NodeLayout(4, 2, 0, None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(resident_weights, "free_on", lambda device: needed)

@@ -198,9 +198,7 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     ("gpus", "wanted", "there", "cpu"),
     [(True, None, 2, False), (True, None, 1, True), (True, "cpu", 2, True), (False, None, 2, True)],
 )
-def test_gpus_are_used_where_there_are_enough(
-    tmp_path, monkeypatch, gpus, wanted, there, cpu
-) -> None:
+def test_gpus_are_used_if_there_are_enough(tmp_path, monkeypatch, gpus, wanted, there, cpu) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     if wanted:

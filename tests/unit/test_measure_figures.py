@@ -224,11 +224,9 @@ def test_headlines_are_the_golden_ones(is_golden: Callable[[str, str], bool]) ->
 
 SECONDS = st.floats(1e-3, 1e3)
 STEPS = st.integers(1, 4).flatmap(
-    lambda count: st.fixed_dictionaries(
+    lambda n: st.fixed_dictionaries(
         {
-            name: st.lists(
-                st.lists(SECONDS, min_size=2, max_size=2), min_size=count, max_size=count
-            )
+            name: st.lists(st.lists(SECONDS, min_size=2, max_size=2), min_size=n, max_size=n)
             for name in ("none/dense", "block/dense", "block/4bit")
         }
     )
@@ -285,9 +283,7 @@ def test_bytes_are_the_collectives_and_the_interface_checks_them(hosts: int, slo
 
 def test_a_report_without_a_counter_says_so() -> None:
     none = {"link_bytes": (0.0, 0.0), "interface_bytes": 0.0}
-    samples = [
-        s.model_copy(update=none) if isinstance(s, Trial) else s for s in known.samples(known.SPEC)
-    ]
+    samples = [s.model_copy(update=none) if isinstance(s, Trial) else s for s in known.samples()]
     found = find(known.SPEC, samples)
     assert "not checked" in byte_notes(found)[0]
     assert "of the link" in headline(found)

@@ -33,9 +33,7 @@ RUN = {
     "versions": {"torch": "1.2.3"},
     "machine": {"CPU": "a CPU", "cores": 2},
 }
-WITH_WEIGHTS = replace(
-    known.SPEC, weights=("lossless",), baselines=("zero2",), bf16=True, accumulation=2
-)
+OTHERS = replace(known.SPEC, weights=("lossless",), baselines=("zero2",), bf16=True, accumulation=2)
 
 
 def write_run(folder: Path, spec: Spec = known.SPEC) -> Path:
@@ -153,7 +151,7 @@ def test_every_plot_has_its_data(page: str) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_placements_of_weights_are_in_the_text(tmp_path: Path) -> None:
-    text = Report.of(write_run(tmp_path / "run", WITH_WEIGHTS)).document().markdown()
+    text = Report.of(write_run(tmp_path / "run", OTHERS)).document().markdown()
     assert text.count("| block/4bit/lossless | ") == 1 + len(known.SPEC.rates)
     assert "### block, 4bit/lossless" in text
     assert "bf16" in text

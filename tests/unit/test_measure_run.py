@@ -26,9 +26,7 @@ from ds_ckpt.lab.measure.worker import build_model, slowest
 from tests.unit import measure_samples as known
 
 
-def test_a_run_continues_only_with_its_settings_versions_and_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_only_with_its_settings_versions_and_machines(tmp_path, monkeypatch) -> None:
     """Jobs list what is missing; the first launch measures one trial and fails."""
     launched: list[dict[str, Any]] = []
     folder, backend, spec = tmp_path / "run", MagicMock(), Spec(methods=("4bit",), repetitions=1)

@@ -187,9 +187,7 @@ class _Kernel:
     def adam_update(self, number: int, step: int, lr: float, b1: float, *_: Any) -> None:
         self.seen.append(b1)
 
-    def multi_tensor_adam(
-        self, chunk: int, flag: Any, tensors: Any, lr: float, b1: float, *_: Any
-    ) -> None:
+    def multi_tensor_adam(self, chunk, flag, tensors, lr, b1, *_) -> None:
         self.seen.append(b1)
 
 

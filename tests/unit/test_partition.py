@@ -91,9 +91,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(
-        self, both: tuple[Tensor, Tensor], *, order: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, both, *, order: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         x, mask = both
         y = self.down(torch.relu(self.up(x[order]))) * scale
         return x + torch.where(mask, y, 0.5 * y), mask

@@ -332,9 +332,7 @@ def plan(*arguments: str) -> tuple[int, str]:
         ),
     ],
 )
-def test_the_command_answers_and_writes_a_file_that_validates(
-    tmp_path: Path, cluster: str, words: list[str], betas: list[float]
-) -> None:
+def test_the_command_answers_and_writes_a_valid_file(tmp_path, cluster, words, betas) -> None:
     path, ours = tmp_path / "plan.json", tmp_path / "ours.json"
     given = ["demo", "--cluster", cluster, "--batch=16", "--tokens=64"]
     code, few = plan(*given)

@@ -334,9 +334,7 @@ def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...]
     model, x = _Outside(way), torch.randn(shape)
 
     plain = _gradients(model, x)
-    CheckpointedBlocks(
-        model, policy=Policy(settings=PolicySettings("selective"), modules=("_Both",))
-    )
+    CheckpointedBlocks(model, policy=Policy(PolicySettings("selective"), modules=("_Both",)))
     ours = _gradients(model, x)
     assert len(plain) == len(ours) == 4
     assert all(map(torch.equal, plain, ours))

@@ -71,12 +71,10 @@ def test_the_peak_is_that_of_the_allocator() -> None:
 
 
 def test_the_survey_of_a_budget_counts_the_same() -> None:
-    (footprint,) = profiling.footprints(
-        _subject("llama"), 2, profiling.compared((), None, None), None
-    )
+    (one,) = profiling.footprints(_subject("llama"), 2, profiling.compared((), None, None), None)
     found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
-    assert found.saved_bytes == footprint.held_bytes
-    held = [sum(parts.values()) for name, parts in footprint.blocks.items() if name != OUTSIDE]
+    assert found.saved_bytes == one.held_bytes
+    held = [sum(parts.values()) for name, parts in one.blocks.items() if name != OUTSIDE]
     assert [b.saved_bytes for b in found.blocks] == held
 
 
@@ -173,9 +171,7 @@ def test_the_report_is_as_on_record(measured, is_golden) -> None:
         (1, "Nothing fits into 0.0010 KiB"),
     ],
 )
-def test_findings_and_their_configuration(
-    measured: profiling.Profile, limit: int, found: str
-) -> None:
+def test_findings_and_their_configuration(measured, limit, found) -> None:
     profile = replace(measured, limit_bytes=limit)
     (config,) = [config for text, config in findings(profile) if found in text]
     parse({"zero_optimization": {"stage": 3}, **config}, source=found)

@@ -250,12 +250,7 @@ def test_uncompressed_steps_are_what_compressed_ones_are_compared_with(caplog) -
     caplog.set_level("INFO", "ds_ckpt")
     spans, mode = Spans(), [False]
     log = StepLog(
-        *(Counters(),),
-        every_n_steps=1,
-        path=None,
-        rank=0,
-        spans=spans,
-        is_compressing=lambda: mode[0],
+        Counters(), every_n_steps=1, path=None, rank=0, spans=spans, is_compressing=lambda: mode[0]
     )
     for step in range(1, 7):
         took_s = 4 if step < 5 else 1

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.tuner import COUNTED_STEPS, MAX_CYCLES, RECHECK_STEPS, Tuner
@@ -38,9 +37,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     reduced(monkeypatch, 1, lambda times: times)
 
 
-def reduced(
-    monkeypatch: pytest.MonkeyPatch, world: int, all_reduce: Callable[[Tensor], object]
-) -> None:
+def reduced(monkeypatch: pytest.MonkeyPatch, world: int, all_reduce: Callable) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
@@ -222,9 +219,7 @@ class Run:
 
 
 @pytest.mark.parametrize("resident_s", [0.5, 2.0])
-def test_weights_are_placed_where_the_step_is_shorter(
-    resident_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_placed_where_the_step_is_shorter(resident_s, caplog) -> None:
     run = Run(resident_s)
     with caplog.at_level(logging.INFO):
         places = run.steps(CYCLE + 20)

@@ -91,9 +91,7 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
 
 def test_each_refusal_is_a_rule_or_announced(tmp_path: Path) -> None:
     """By a `rule`, a path announced, what happens `later` or in user `code`."""
-    decided = {
-        name: words[0] for words in map(str.split, REFUSALS.split("\n")) for name in words[1:]
-    }
+    decided = {name: row[0] for row in map(str.split, REFUSALS.split("\n")) for name in row[1:]}
     found, package = set(), Path(ds_ckpt.__file__).parent
     for file in package.rglob("*.py"):
         room = file.relative_to(package).with_suffix("").as_posix()

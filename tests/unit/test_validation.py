@@ -248,9 +248,7 @@ def test_the_report_is_the_golden_one(four_bits: Path, is_golden: Any) -> None:
 def test_the_launch_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(opened(world=3), (), range(1), "processes")
 
-    def launch(
-        backend: Any, module: str, job: Any, folder: Path, *, on_event: Any, stall_s: float
-    ) -> None:
+    def launch(backend, module, job, folder, *, on_event, stall_s) -> None:
         assert (backend.processes, backend.gpus) == (3, True)
         assert job["results"] == str(tmp_path / "r.jsonl")
         assert 600 < stall_s < 3600  # a hang ends, a slow step does not

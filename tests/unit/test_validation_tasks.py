@@ -35,9 +35,7 @@ def lines(path: Path, rows: list[Any], end: str = "\n") -> Path:
 
 def labelled(path: Path, count: int = 60) -> Path:
     words = {"up": "high above the sky", "down": "low under the ground"}
-    rows = [
-        {"text": f"{words[label]} {i}", "label": label} for i in range(count) for label in words
-    ]
+    rows = [{"text": f"{words[name]} {i}", "label": name} for i in range(count) for name in words]
     return lines(path, rows)
 
 
@@ -182,20 +180,18 @@ def test_runs_of_one_seed_draw_and_drop_out_the_same() -> None:
             return SimpleNamespace(loss=(kept * torch.arange(64)).sum() + x.float().std())
 
     rows = {"x": torch.arange(50), "labels": torch.arange(50)}
-    learner = Task(
-        TaskSpec(world=2, batch=2), Examples(rows, rows, 50, "toy"), lambda _: Dropping()
-    )
+    task = Task(TaskSpec(world=2, batch=2), Examples(rows, rows, 50, "toy"), lambda _: Dropping())
     places = [(0, 0, 0), (0, 0, 1), (1, 0, 0)]
 
     def losses(seed: int) -> list[float]:
-        learner.begin(seed)
-        return [learner.loss(*place).item() for place in places]
+        task.begin(seed)
+        return [task.loss(*place).item() for place in places]
 
     first, other = losses(1), losses(2)
     assert losses(1) == first
     assert len({*first, *other}) == 6
-    learner.begin(1)
-    assert learner.loss(*places[2]).item() == first[2]  # independent of earlier steps
+    task.begin(1)
+    assert task.loss(*places[2]).item() == first[2]  # independent of earlier steps
 
 
 @pytest.fixture(scope="module")
