@@ -58,10 +58,8 @@ def _choose(method: str) -> Callable[[str, torch.Size], Compressor | None]:
 class OnGpus:
     """A world whose processes have a pretended accelerator each."""
 
-    def __init__(self, size, method, *, local=1, holds=False, residual_dtype="fp32") -> None:
-        self.world = World(
-            size, _choose(method), local=local, holds=holds, residual_dtype=residual_dtype
-        )
+    def __init__(self, size: int, method: str, **options: Any) -> None:
+        self.world = World(size, _choose(method), **options)
         self.gpus = [Gpu() for _ in range(size)]
         for gpu, exchange in zip(self.gpus, self.world.exchanges, strict=True):
             inside = [exchange._in_host.transport] if exchange._in_host is not None else []

@@ -123,8 +123,6 @@ def test_mistakes_are_reported_together() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         parse(config, source="my.json")
-    paths = (
-        "a.policy a.share_gather c.topk.density c.typo t.every_n_steps $.activation_checkpointing"
-    )
-    assert {p.where for p in caught.value.problems} == {full(path) for path in paths.split()}
+    at = "a.policy a.share_gather c.topk.density c.typo t.every_n_steps $.activation_checkpointing"
+    assert {p.where for p in caught.value.problems} == {full(path) for path in at.split()}
     assert str(caught.value).startswith("my.json cannot be used: 6 problems")

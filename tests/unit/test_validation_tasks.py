@@ -248,10 +248,8 @@ def test_an_unusable_file_is_refused_with_a_message(tmp_path: Path, content: str
     assert "fix:" in str(caught.value)
 
 
-def lossy(method: Any, warmup_steps: int = 0, **options: Any) -> Any:
-    return ExchangeSettings(
-        MethodSettings(method, **options), warmup_steps=warmup_steps, min_numel=0
-    )
+def lossy(method: Any, warmup_steps: int = 0, **more: Any) -> Any:
+    return ExchangeSettings(MethodSettings(method, **more), warmup_steps=warmup_steps, min_numel=0)
 
 
 FOUR_BITS = lossy("quantize", bits=4)
