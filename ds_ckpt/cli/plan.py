@@ -99,12 +99,14 @@ def plan(
             best = search.best()
         show(search, best, Console(soft_wrap=True, highlight=False), details=details)
         for path, one in ((output, best), (plugin_output, search.best_with(plugin=True))):
-            if path is not None and one is None:
+            if path is None:
+                continue
+            if one is None:
                 typer.echo(f"{path} is not written: no setting with ds_ckpt fits", err=True)
-            elif path is not None and one is not None:
-                file = deepspeed_file(question, one.setting, one.plan)
-                text = json.dumps(file, indent=2) + "\n"
-                write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
-                if one.setting.policy == OWN:
-                    words = "call model.gradient_checkpointing_enable() in your script, too"
-                    typer.echo(f"{path}: {words}: no file switches that on", err=True)
+                continue
+            file = deepspeed_file(question, one.setting, one.plan)
+            text = json.dumps(file, indent=2) + "\n"
+            write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+            if one.setting.policy == OWN:
+                words = "call model.gradient_checkpointing_enable() in your script, too"
+                typer.echo(f"{path}: {words}: no file switches that on", err=True)
