@@ -192,7 +192,7 @@ def _add_to(state: State, seen: set[int], path: str, value: Any) -> None:
 Read = Callable[[], Any]
 
 
-def _is_read(module: Any) -> bool:
+def _is_searched(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] not in UNSEARCHED_PACKAGES
 
 
@@ -210,11 +210,11 @@ def _content(cell: Any) -> Any:
 
 def _reads(value: Any) -> Iterator[tuple[str, Read]]:
     """Yield what a function or class reaches by name, and how to read it."""
-    if isinstance(value, types.FunctionType) and _is_read(value.__module__):
+    if isinstance(value, types.FunctionType) and _is_searched(value.__module__):
         names = _names(value.__code__)
         places = [("the global ", value.__globals__)]
         for module in map(value.__globals__.get, names):
-            if isinstance(module, types.ModuleType) and _is_read(module.__name__):
+            if isinstance(module, types.ModuleType) and _is_searched(module.__name__):
                 places.append((f"the global {module.__name__}.", vars(module)))
         for words, place in places:
             for name in names & place.keys():
@@ -224,7 +224,7 @@ def _reads(value: Any) -> Iterator[tuple[str, Read]]:
             yield f"{name} in the closure of {called}", functools.partial(_content, cell)
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             yield f"{called}.{name}", functools.partial(getattr, value, name)
-    elif isinstance(value, type) and _is_read(value.__module__):
+    elif isinstance(value, type) and _is_searched(value.__module__):
         for name in (n for n in vars(value) if not n.startswith("__") or n == "__call__"):
             yield (
                 f"the class attribute {value.__name__}.{name}",
@@ -241,11 +241,11 @@ def _referenced(value: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, type):
-        return value.__bases__ if _is_read(value.__module__) else ()
+        return value.__bases__ if _is_searched(value.__module__) else ()
     if isinstance(value, nn.Module):
         return type(value), *_held_by(value).values()
     if isinstance(value, (*_CONTAINERS, tuple)) or (
-        _is_read(type(value).__module__) and _is_holder(value.__class__)
+        _is_searched(type(value).__module__) and _is_holder(value.__class__)
     ):
         return type(value), *(child for _, child in _children(value))
     return ()

@@ -108,8 +108,8 @@ def measure(
     console = Console()
     given = given_options(context)
     output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    replaced = given | {"shape"} if "model" in given else given
-    preset = {k: v for k, v in DEMO.items() if demo and k not in replaced}
+    overridden = given | {"shape"} if "model" in given else given
+    preset = {k: v for k, v in DEMO.items() if demo and k not in overridden}
     with exit_on_error():
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]

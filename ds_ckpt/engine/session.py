@@ -171,7 +171,7 @@ class Session:
             policy=activation_policy(activation),
             units=units,
             around=self._inputs.around if self._inputs else None,
-            trackers=compatibility.random_trackers(),
+            trackers=compatibility.rng_trackers(),
         )
         self._detach.callback(lambda: blocks.remove())
         if activation.offload or any(unit.offloads for unit in units):

@@ -119,7 +119,7 @@ def _encode_on_device(old: Tensor, new: Tensor, mantissa: int) -> Tensor:
     from ds_ckpt.weights import lossless_kernels
 
     payload = old.new_zeros(capacity(old.numel()), dtype=torch.uint8)
-    headers, words = _parts(payload, old.numel())
+    headers, words = _headers_and_words(payload, old.numel())
     ends = headers
     for writes in (False, True):
         args = old, new, headers, ends, words, old.numel()
@@ -133,7 +133,7 @@ def _encode_on_device(old: Tensor, new: Tensor, mantissa: int) -> Tensor:
 def _decode_on_device_(weights: Tensor, payload: Tensor, mantissa: int) -> None:
     from ds_ckpt.weights import lossless_kernels
 
-    headers, words = _parts(payload, weights.numel())
+    headers, words = _headers_and_words(payload, weights.numel())
     ends = headers.bitwise_and(0xFFFF).cumsum(0)
     places = weights.new_empty(len(headers), BLOCK)
     lossless_kernels.find_ones[(len(headers),)](headers, ends, words, places)
@@ -147,7 +147,7 @@ def _try_kernels(device: torch.device) -> None:
         _decode_on_device_(weight, _encode_on_device(weight, weight, mantissa), mantissa)
 
 
-def _parts(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+def _headers_and_words(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Return headers and words, int32."""
     data = payload[8:].view(torch.int32)
     blocks = -(-numel // BLOCK)

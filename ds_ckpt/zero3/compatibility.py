@@ -398,7 +398,7 @@ def _same(expected: torch.Tensor, got: torch.Tensor) -> bool:
     return same_shape and torch.allclose(expected, got, rtol=tolerance, atol=tolerance * largest)
 
 
-def random_trackers() -> list[Any]:
+def rng_trackers() -> list[Any]:
     """Return the random states of tensor-parallel code: DeepSpeed's and Megatron's."""
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
