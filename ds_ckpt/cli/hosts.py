@@ -76,16 +76,18 @@ def check(
         where = Hostfile(hostfile, port=port, ssh_port=ssh_port)
         nodes = check_hosts(where)
     for node in nodes:
-        ranks, warnings = where.counts[node.name], ""
+        warnings = []
         if abs(node.ahead_s) > _CLOCK_S:
             way = "ahead" if node.ahead_s > 0 else "behind"
-            warnings += f"; clock {abs(node.ahead_s):.0f} s {way}: times in logs do not match"
-        if node.address.startswith("127.") and len(nodes) > 1:
-            warnings += (
-                f"; its host name resolves to {node.address}: GLOO_SOCKET_IFNAME={node.interface}"
+            warnings.append(f"clock {abs(node.ahead_s):.0f} s {way}: times in logs do not match")
+        if len(nodes) > 1 and (not node.address or node.address.startswith("127.")):
+            to = node.address or "no address"
+            warnings.append(
+                f"its host name resolves to {to}: put GLOO_SOCKET_IFNAME={node.interface} into "
+                ".deepspeed_env"
             )
-            warnings += " in .deepspeed_env lets gloo use the network"
-        typer.echo(f"{node.name}: {ranks} ranks, interface {node.interface}{warnings or ', ok'}")
+        ranks, state = where.counts[node.name], "; ".join(warnings) or "ok"
+        typer.echo(f"{node.name}: ranks {ranks}, interface {node.interface}; {state}")
     versions = ", ".join(" ".join(pair) for pair in nodes[0].versions.items())
     typer.echo(f"all nodes: {versions}; port {port} is free on {nodes[0].name}")
 

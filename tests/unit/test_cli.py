@@ -168,9 +168,13 @@ os.execvp("sh", ["sh", "-c", command])
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ("", 0, "b: 1 ranks, interface"),
-        ("time.time()=>time.time() - 99", 0, r"b: 1 ranks, .*; clock \d+ s behind: times in logs"),
-        ('socket.gethostbyname=>(lambda _: "127.0.1.1")', 0, "b: .*resolves to 127.0.1.1: GLOO_"),
+        ("", 0, "b: ranks 1, interface"),
+        ("time.time()=>time.time() - 99", 0, r"b: ranks 1, .*; clock \d+ s behind: times in logs"),
+        (
+            'socket.gethostbyname=>(lambda _: "127.0.1.1")',
+            0,
+            "b: .*resolves to 127.0.1.1: put GLOO_",
+        ),
         (
             'importlib.metadata.version(m)=>"0.1"',
             1,
