@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,16 @@ def parse_rate(text: str) -> float | None:
     raise typer.BadParameter(
         f"{text!r} is not a rate from 100kbit to 1000gbit: write 200mbit, 1.5gbit or unlimited"
     )
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause garbage collection: imports and fake tensors make many objects that stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.common import exit_on_error, file_option, progress, split_names, write_output
+from ds_ckpt.cli.common import (
+    exit_on_error,
+    file_option,
+    progress,
+    split_names,
+    without_collection,
+    write_output,
+)
 
 DEFAULT_TOKENS = 1 << 20
 """Tokens of a step, by default."""
@@ -71,16 +78,16 @@ def plan(
 
     Compares DeepSpeed alone with this plugin. Simulates steps: nothing is run, no GPU is needed.
     """
-    import torch
-    from rich.console import Console
+    with without_collection(), exit_on_error():
+        import torch
+        from rich.console import Console
 
-    from ds_ckpt.lab.estimate.model import Model
-    from ds_ckpt.lab.estimate.plan_report import show
-    from ds_ckpt.lab.estimate.search import NEEDED, OWN, Question, Search, deepspeed_file
-    from ds_ckpt.lab.hosts.hardware import Hardware
-    from ds_ckpt.lab.subject import Sizes
+        from ds_ckpt.lab.estimate.model import Model
+        from ds_ckpt.lab.estimate.plan_report import show
+        from ds_ckpt.lab.estimate.search import NEEDED, OWN, Question, Search, deepspeed_file
+        from ds_ckpt.lab.hosts.hardware import Hardware
+        from ds_ckpt.lab.subject import Sizes
 
-    with exit_on_error():
         known = Hardware.load(hardware, "--cluster")
         named = known.cluster(cluster, NEEDED, links)
         inside = known.entry("links", "inside a node", ("latency_s",))

@@ -10,7 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ds_ckpt.activation.planning import budget
 from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.solve import Front
+from ds_ckpt.activation.planning.trace import survey
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
 from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
@@ -161,12 +164,19 @@ def test_the_best_is_the_shortest_step_or_the_plainest_of_a_tie(monkeypatch) -> 
         assert all(one.fits for one in search.all)
 
 
-def test_each_method_is_assigned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_costly_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each method is assigned once; each micro-batch has one survey, its solved plans few."""
     calls = list[object]()
     monkeypatch.setattr(gradient_methods, "assigned", lambda *a: calls.append(a) or assigned(*a))
-    search = ask()
+    surveys, fronts = list[object](), list[object]()
+    monkeypatch.setattr(costs, "survey", lambda *a, **k: surveys.append(a) or survey(*a, **k))
+    monkeypatch.setattr(budget, "Front", lambda *a: fronts.append(a) or Front(*a))
+    monkeypatch.setattr(search_module, "STEP", 1 << 12)
+    search = Search(replace(ask(memory=6e-4).question, model=Model("demo", SIZES)))
     assert len(search.all) > len(search.methods)
     assert len(calls) == len(search.methods) - 1  # DeepSpeed's own has none
+    assert len(surveys) == len(search.micro_batches())
+    assert 0 < len(fronts) <= 7 * len(surveys)  # offloaded or not, and by what stays on the device
 
 
 def test_hpz_is_priced_as_its_bytes() -> None:

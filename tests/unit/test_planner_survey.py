@@ -16,7 +16,7 @@ from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.inputs import CheckpointedInputsConfig
 from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
-from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
+from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
@@ -286,6 +286,10 @@ _BLOCKS = st.lists(_options(), min_size=1, max_size=6)
 _ROOMS = st.builds(
     Room, budget=st.integers(0, 6000), head=st.integers(0, 300), tail=st.integers(0, 300)
 )
+
+
+def search(blocks: list[list[Option]], room: Room, **settings: int) -> list[int] | None:
+    return Front(blocks, room.tail, **settings).cheapest(room)
 
 
 def _choices(blocks: Sequence[Sequence[Option]]) -> list[tuple[int, ...]]:

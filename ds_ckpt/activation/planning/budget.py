@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.planning.costs import Rates
-from ds_ckpt.activation.planning.solve import Option, Room, least, need, search
+from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
 from ds_ckpt.activation.planning.trace import Survey, TracedOperator, simulate, survey
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import cores, products
@@ -229,6 +229,7 @@ class Planner:
         self._seconds = found.forward_s(rates)
         self.forward_s = [*(self._seconds[i] for i in self._blocks), self._seconds[-1]]
         self._known_options: dict[tuple[bool, int, bool], list[list[Option]]] = {}
+        self._fronts: dict[tuple[bool, int, bool, int], Front] = {}
         more = sum(b.saved_bytes for b in found.blocks[-1:]) * (repeated - 1)
         self.saved_bytes = found.saved_bytes + more
 
@@ -247,7 +248,7 @@ class Planner:
         """Return the cheapest plan that fits; UnsupportedError names budgets that would."""
         choice: list[int] | None = [0] * len(self._blocks)
         if self._untreated_bytes(allowance) > allowance.budget_bytes:
-            choice = self._best(allowance, search)
+            choice = self._best(allowance)
         if choice is None and allowance.host_bytes:  # the host may have been too small
             return self.plan(replace(allowance, host_bytes=0))
         if choice is None:
@@ -256,32 +257,30 @@ class Planner:
 
     def least(self, allowance: Allowance) -> ActivationPlan:
         """Return the plan that needs the fewest bytes, whether or not it fits."""
-        choice = self._best(allowance, lambda options, room: least(options, room)[1], fewest=True)
+        choice = self._best(allowance, fewest=True)
         assert choice is not None
         return self._written(allowance, choice)
 
-    def _best(
-        self,
-        allowance: Allowance,
-        solve: Callable[[Sequence[Sequence[Option]], Room], list[int] | None],
-        *,
-        fewest: bool = False,
-    ) -> list[int] | None:
+    def _best(self, allowance: Allowance, *, fewest: bool = False) -> list[int] | None:
         """Return the cheapest choice, or the one of the fewest bytes.
 
         Offload keeps tensors of several blocks on the device, see `_room`. Each of their possible
         sizes is solved by itself, with the options that move no more.
         """
-        options, found = self._options(allowance), []
+        options, found = self._surveyed_options(allowance), []
         for stays in sorted({option.moved for block in options for option in block}):
             allowed = [
                 [i for i, o in enumerate(block) if o.moved <= stays and o.cost < math.inf]
                 for block in options
             ]
             rows = [[b[i] for i in indices] for b, indices in zip(options, allowed, strict=True)]
-            choice = solve(rows, self._room(allowance, stays))
+            blocks, room = [rows[n] for n in self._blocks], self._room(allowance, stays)
+            key = *_kind(allowance), stays
+            if not fewest and key not in self._fronts:
+                self._fronts[key] = Front(blocks, room.tail)
+            choice = least(blocks, room)[1] if fewest else self._fronts[key].cheapest(room)
             if choice is not None:
-                choice = [indices[i] for indices, i in zip(allowed, choice, strict=True)]
+                choice = [allowed[n][i] for n, i in zip(self._blocks, choice, strict=True)]
                 plan = self._written(allowance, choice)
                 cost = plan.needed_bytes if fewest else plan.recompute_s + plan.wait_s
                 host_bytes = sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload")
@@ -306,13 +305,17 @@ class Planner:
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
         """Return the options of every block, by number of its candidate."""
-        key = allowance.offload, allowance.min_bytes, allowance.host_bytes > 0
+        options = self._surveyed_options(allowance)
+        return [options[number] for number in self._blocks]
+
+    def _surveyed_options(self, allowance: Allowance) -> list[list[Option]]:
+        key = _kind(allowance)
         if key not in self._known_options:
             self._known_options[key] = [
                 [self._option(way, self._seconds[number], allowance) for way in ways]
                 for number, ways in enumerate(self._surveyed)
             ]
-        return [self._known_options[key][number] for number in self._blocks]
+        return self._known_options[key]
 
     def _option(self, way: Candidate, forward_s: float, allowance: Allowance) -> Option:
         cost_s, moved = self._rates.seconds(way.flops, way.moved_bytes), 0
@@ -379,6 +382,11 @@ class Planner:
         why += f", {beside / GIB:.3f} of them beside activations ({words})" if words else ""
         problem = Problem(_WHERE, found, why, "; or ".join(remedies))
         return UnsupportedError(problem, headline="no plan fits the memory budget")
+
+
+def _kind(allowance: Allowance) -> tuple[bool, int, bool]:
+    """Return what the options depend on."""
+    return allowance.offload, allowance.min_bytes, allowance.host_bytes > 0
 
 
 def _up(nbytes: int) -> str:

@@ -69,31 +69,39 @@ def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int
     return room.head + total, choice[::-1]
 
 
-def search(
-    blocks: Sequence[Sequence[Option]], room: Room, *, limit: int = LIMIT
-) -> list[int] | None:
-    """Return the index of each block's option: the cheapest choice that fits, or None."""
-    floor = np.cumsum([0, *(min(o.held for o in options) for options in blocks)])
-    needs: _Ints = np.array([room.tail], dtype=np.int64)
-    costs: _Floats = np.zeros(1)
-    back: list[tuple[_Ints, _Ints]] = []
-    for number in range(len(blocks) - 1, -1, -1):
-        options = blocks[number]
-        held = np.array([o.held for o in options], dtype=np.int64)
-        full = np.array([o.full for o in options], dtype=np.int64)
-        total = np.maximum(full[:, None], held[:, None] + needs[None, :]).ravel()
-        cost = (np.array([o.cost for o in options])[:, None] + costs[None, :]).ravel()
-        fits = np.flatnonzero(total + int(floor[number]) + room.head <= room.budget)
-        if not len(fits):
+class Front:
+    """Choices of which no other needs as little and costs as little, for any budget."""
+
+    def __init__(self, blocks: Sequence[Sequence[Option]], tail: int, limit: int = LIMIT) -> None:
+        arrays = {  # most blocks share one list
+            key: (
+                np.array([[o.held] for o in options], dtype=np.int64),
+                np.array([[o.full] for o in options], dtype=np.int64),
+                np.array([[o.cost] for o in options]),
+            )
+            for key, options in {id(options): options for options in blocks}.items()
+        }
+        self._needs: _Ints = np.array([tail], dtype=np.int64)
+        costs: _Floats = np.zeros(1)
+        self._back: list[tuple[_Ints, _Ints]] = []
+        for options in reversed(blocks):
+            held, full, added = arrays[id(options)]
+            total = np.maximum(full, held + self._needs).ravel()
+            cost = (added + costs).ravel()
+            front = _front(total, cost, limit)
+            self._back.append((front // len(self._needs), front % len(self._needs)))
+            self._needs, costs = total[front], cost[front]
+
+    def cheapest(self, room: Room) -> list[int] | None:
+        """Return the index of each block's option: the cheapest choice that fits, or None."""
+        at = int(np.searchsorted(self._needs, room.budget - room.head, side="right")) - 1
+        if at < 0:
             return None
-        front = fits[_front(total[fits], cost[fits], limit)]
-        back.append((front // len(needs), front % len(needs)))
-        needs, costs = total[front], cost[front]
-    choice, at = [], int(np.argmin(costs))
-    for chosen, parent in reversed(back):
-        choice.append(int(chosen[at]))
-        at = int(parent[at])
-    return choice
+        choice = list[int]()
+        for chosen, parent in reversed(self._back):
+            choice.append(int(chosen[at]))
+            at = int(parent[at])
+        return choice
 
 
 def _front(needs: _Ints, costs: _Floats, limit: int) -> _Ints:
