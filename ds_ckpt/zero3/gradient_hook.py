@@ -234,7 +234,8 @@ class GradientHook:
         return self._is_unfinished or any(b.params for b in self._optimizer.ipg_buckets.values())
 
     def _drop_unfinished(self) -> None:
-        if self._broke_off():
+        amid_backward = torch._C._current_graph_task_id() != -1  # a hook calls the model (GradCache)
+        if self._broke_off() and not amid_backward:
             self.drop_step()
             log.warning(
                 "ds_ckpt: a backward or a step did not end; its gradients so far are dropped"
