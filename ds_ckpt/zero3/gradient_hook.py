@@ -234,7 +234,7 @@ class GradientHook:
         return self._is_unfinished or any(b.params for b in self._optimizer.ipg_buckets.values())
 
     def _drop_unfinished(self) -> None:
-        amid_backward = torch._C._current_graph_task_id() != -1  # a hook calls the model (GradCache)
+        amid_backward = torch._C._current_graph_task_id() != -1  # GradCache calls the model
         if self._broke_off() and not amid_backward:
             self.drop_step()
             log.warning(
