@@ -194,3 +194,47 @@ def test_one_name_for_one_thing() -> None:
     classes = [n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     for names in (modules, classes):
         assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+SET_TWICE = {"step": "of an engine whose session has ended: it refuses to train from then on"}
+
+
+def words(value: ast.AST, scopes: tuple[ast.AST, ...], seen: frozenset[str]) -> set[str]:
+    """Return the strings in an expression, and those that its names are bound to in the scopes."""
+    found = set[str]()
+    for node in ast.walk(value):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} if not node.value.endswith("__") else set()  # a class's prefix
+        elif isinstance(node, ast.Name) and node.id not in seen:
+            for binding in (b for scope in scopes for b in ast.walk(scope)):
+                if isinstance(binding, ast.Assign | ast.AnnAssign | ast.For):
+                    to = binding.targets if isinstance(binding, ast.Assign) else [binding.target]
+                    if node.id in {n.id for t in to for n in ast.walk(t) if hasattr(n, "id")}:
+                        source = binding.iter if isinstance(binding, ast.For) else binding.value
+                        found |= words(source, scopes, seen | {node.id}) if source else set()
+    return found
+
+
+def test_each_internal_of_deepspeed_is_patched_in_one_place() -> None:
+    places: dict[str, set[str]] = {}
+    for file in (f for room in ("zero3", "engine") for f in (ROOT / "ds_ckpt" / room).glob("*.py")):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        constants = ast.Module(
+            [n for n in module.body if isinstance(n, ast.Assign | ast.AnnAssign)]
+        )
+        defined = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)]
+        for function, node in ((f, n) for f in defined for n in ast.walk(f)):
+            if isinstance(node, ast.Assign):  # of a module's attribute, and its restoration
+                targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
+                named = {t.attr: function.name for t in targets if ast.unparse(t.value) == "stage3"}
+            elif isinstance(node, ast.Call) and len(node.args) > 2:
+                is_patch = ast.unparse(node.func).endswith((".set", ".set_method"))
+                attributes = words(node.args[1], (function, constants), frozenset())
+                assert attributes or not is_patch, ast.unparse(node)
+                named = dict.fromkeys(attributes if is_patch else (), str(node.lineno))
+            else:
+                continue
+            for name, place in named.items():
+                places.setdefault(name, set()).add(f"{file.name}: {place}")
+    assert {"_post_step", "avg_scatter_grads", "reduce_scatter_coalesced"} <= places.keys()
+    assert {name for name, found in places.items() if len(found) > 1} == set(SET_TWICE), places
