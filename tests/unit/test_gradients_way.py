@@ -1,4 +1,4 @@
-"""The files that a bucket's gradients pass between DeepSpeed's call and the wire."""
+"""Ways of tensors: files that a bucket's gradients pass, hooks that a block's activations pass."""
 
 import sys
 from pathlib import Path
@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_ckpt
+from ds_ckpt.activation import Policy, PolicySettings, checkpoint
 from ds_ckpt.engine.step import make_step_state
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate.virtual import VirtualTransport, VirtualWorld
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.zero3.gradient_hook import GradientHook
+from tests.unit.offload_models import Model, put_on
 
 ROOT = str(Path(ds_ckpt.__file__).parent) + "/"
 
@@ -99,3 +103,34 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
     everyone.run(work)
     assert way.files == ALWAYS | {FEEDBACK} | files | ({LEVELS} if local > 1 else set())
     assert len(way.files) <= 6 + (method == "powersgd" and local > 1)
+
+
+@pytest.mark.parametrize(("policy", "modes"), [("block", []), ("selective", ["modes"])])
+def test_an_activation_passes_torchs_checkpoint_one_context_and_one_offload_hook(
+    policy, modes, monkeypatch
+) -> None:
+    """A block enters three pairs of hooks, its recomputation two, and a mode only if selective."""
+    entered: list[str] = []
+
+    def record(cls: Any, name: str, what: Any) -> None:
+        plain = getattr(cls, name)
+
+        def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            entered.append(what(self))
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, recorded)
+
+    record(saved_tensors_hooks, "__enter__", lambda hooks: hooks.pack_hook.__module__)
+    record(TorchDispatchMode, "__enter__", lambda mode: "modes")
+    record(checkpoint, "checkpoint", lambda function: "torch.utils.checkpoint()")
+    model = Model(blocks=3)
+    _, store = put_on(model, None, policy=Policy(PolicySettings(policy), modules=("Block",)))
+    loss = model(torch.ones(2, 8))
+    offload, torchs = "ds_ckpt.activation.inputs", "torch.utils.checkpoint"
+    ours = ["ds_ckpt.activation.checkpoint", *modes]
+    assert entered == 3 * [offload, "torch.utils.checkpoint()", torchs, *ours]
+    entered.clear()
+    loss.backward()
+    assert entered == 3 * [torchs, *ours]
+    assert store.counters.out.total() > 0
