@@ -69,7 +69,7 @@ def _instructions(cubin: bytes) -> list[str]:
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches, for a GPU that is not there."""
+    """Driver that answers Triton's questions before a launch, for a GPU that is not there."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""For all tests: no process may outlive the session, CI may not pass on skips alone, slow waits.
+"""Checks of all tests: no process outlives the session, CI passes on no skips alone, slow waits.
 
 Without `--slow`, tests marked `slow` are skipped, and tests marked `sampled(n)` run n of their
 rows; `./scripts/test.sh --slow` runs everything.

@@ -1,4 +1,4 @@
-"""For DeepSpeed's own tests: `dense` in every engine of stage 3 (`benchmarks/deepspeeds_tests.py`).
+"""Plugin that puts `dense` into engines of stage 3 (`benchmarks/deepspeeds_tests.py`).
 
 As a pytest plugin (`-p tests.injected`) it writes a line of JSON for each test. If `INJECT` names a
 file, `deepspeed.initialize` is the plugin's before a test is imported, and the file gets a line for

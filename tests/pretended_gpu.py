@@ -217,7 +217,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Gpu]:
-        """In the thread that enters it; `torch.get_device_module` gives this device everywhere."""
+        """Watch the thread that enters; `torch.get_device_module` gives this device everywhere."""
         given, recorded = torch.get_device_module, torch.Tensor.record_stream
 
         def module(device: Any = None) -> Any:
@@ -237,7 +237,7 @@ class Gpu:
             torch.Tensor.record_stream = recorded  # type: ignore[method-assign]
 
     def seeing(self) -> TorchDispatchMode:
-        """For each further thread."""
+        """Watch a further thread."""
         return _Watch(self)
 
     @staticmethod
@@ -246,7 +246,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def host_memory(self) -> Iterator[None]:
-        """With `plain`, what is allocated inside is in host memory."""
+        """Allocate in host memory inside, on a `plain` device."""
         before, self._local.host = getattr(self._local, "host", False), True
         try:
             yield

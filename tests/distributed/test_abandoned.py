@@ -109,7 +109,7 @@ def test_a_failed_exchange_raises_and_leaves_no_trace(method: str, bucket: int) 
 @pytest.mark.sampled(1)
 @ranks(2)
 def test_a_checkpoint_loaded_amid_a_step_is_all_there_is(tmp_path, method, what) -> None:
-    """Of that step the backward was interrupted, or the first micro-step brought a NaN."""
+    """The step's backward was interrupted, or its first micro-step brought a NaN."""
     with running("llama", SECTIONS[method], accumulation=2) as engine:
         _micro_steps(engine, 0, 4)
         engine.save_checkpoint(str(tmp_path))

@@ -94,7 +94,7 @@ def _budgets(
     rates: Rates | None = None,
     **extra: Any,
 ) -> Any:
-    """What no recompute holds, then by share of it what was planned and measured."""
+    """Return bytes held without recomputation; by share of them, planned and measured bytes."""
     results = {}
     with _accelerator(rates), _engine(kind) as engine:
         plain = _train(engine, kind, {}, [12, 12])

@@ -161,7 +161,7 @@ def test_generation_and_evaluation_between_steps() -> None:
 
 @ranks(2)
 def test_checkpointing_that_is_switched_off_around_generation() -> None:
-    """In training mode, with arguments that are not the policy's.
+    """The model is in training mode, and the arguments are not the policy's.
 
     As trl does: reentrant checkpointing, off for a generation between steps and on again.
     """
@@ -431,7 +431,7 @@ def test_trainer_with_evaluation_accumulation_and_resume(tmp_path, plan, flags) 
 @SLOW
 @ranks(2)
 def test_two_trainers_train_one_model(tmp_path: Path) -> None:
-    """In one script; nobody destroys the first engine.
+    """One script builds both; nothing destroys the first engine.
 
     Alone, DeepSpeed needs it: the first engine's gradient hooks fill a small bucket, and fail.
     """

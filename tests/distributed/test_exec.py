@@ -29,7 +29,7 @@ YAML = Path(__file__).with_name("trl_zero3.yaml")
 
 
 def launch(folder, kind, words, section=None, config=None) -> str:
-    """What `exec` and a launcher say that starts the script; `deepspeed` gets a port."""
+    """Return the output of `exec` and the launcher of a script; `deepspeed` gets a port."""
     script = [SCRIPT, kind, f"--folder={folder}"]
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -90,7 +90,7 @@ def test_python_alone_with_the_variables_of_a_launcher(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["auto", "section"])
 def test_trainer_starts_with_auto_and_with_section(way: str, tmp_path: Path) -> None:
-    """By torchrun with a section in the file, by deepspeed without."""
+    """torchrun starts it with a section in the file, deepspeed without one."""
     if way == "auto":
         launch(tmp_path, "trainer", TORCHRUN, config={**HF, "ds_ckpt": "auto"})
     else:
@@ -103,7 +103,7 @@ def test_trainer_starts_with_auto_and_with_section(way: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["section", "auto"])
 def test_accelerate_launch(way: str, tmp_path: Path) -> None:
-    """With a YAML file of trl, and with DeepSpeed's own file."""
+    """The settings are a YAML file of trl, or DeepSpeed's own file."""
     words = ["accelerate", "launch", "--num_processes=2", f"--main_process_port={free_port()}"]
     if way == "section":
         launch(tmp_path, "accelerate", [*words, f"--config_file={YAML}"], LAYER)

@@ -67,7 +67,7 @@ def _end(notes: Path) -> None:
 
 
 def _in_mid_exchange(notes: Path) -> None:
-    """With a bucket half on its way."""
+    """Kill a rank while a bucket is being exchanged."""
     import deepspeed.comm.comm as ds_comm
 
     all_to_all_single = ds_comm.cdb.all_to_all_single

@@ -121,7 +121,7 @@ def _measure(*options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
-    """On loopback; the second call continues the first."""
+    """It runs on loopback; the second call continues the first."""
     folder = tmp_path / "run"
     options = ["--demo", f"--output={folder}", "--tokens=32", "--steps=1"]
     options.append("--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4")

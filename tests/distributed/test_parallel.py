@@ -145,7 +145,7 @@ def _train(engine: Any, kind: str, first: int, last: int) -> list[float]:
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """By name, of this rank's shard without padding."""
+    """Return digests of this rank's shards without padding, by name."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         part = parameter.ds_tensor.detach().flatten()
@@ -474,7 +474,7 @@ def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, delt
 
 @pytest.mark.slow
 def test_parameters_of_another_group_are_left_to_deepspeed(world4: Any) -> None:
-    """Those that zero.Init made, and AutoTP left whole, are sharded over all ranks."""
+    """Parameters that zero.Init made, and AutoTP did not split, are sharded over all ranks."""
     stock = world4.run(run, "init", {}, 4, timeout=240)
     dense = world4.run(run, "init", {"ds_ckpt": DENSE}, 4, timeout=240)
     for expected, same in zip(stock, dense, strict=True):

@@ -49,7 +49,7 @@ THIRDS = tuple(OTHERS[i::3] for i in range(3))
 )
 @ranks(2, timeout=280)
 def test_gradients_are_bitwise_those_of_no_checkpointing(kinds, policies) -> None:
-    """And no weight is gathered more often than twice a step, none is left gathered."""
+    """No weight is gathered more often than twice a step, none is left gathered."""
     for kind in kinds:
         fresh()
         with running(architectures.build(kind, LAYERS), reuse=0, lr=0.0) as engine:

@@ -24,7 +24,7 @@ ROWS = (GOLDEN / "starts.txt").read_text().splitlines()
 
 
 def answers(configs: list[dict[str, Any]]) -> list[tuple[list[str], list[str], str]]:
-    """Of each configuration: the paths that validate refuses and announces, and start's error."""
+    """Return for each configuration the paths refused and announced, and the start's error."""
     is_first = dist.get_rank() == 0
     nothing: tuple[list[str], list[str]] = ([], [])
     return [(*(_validated(c) if is_first else nothing), _started(c)) for c in configs]

@@ -103,7 +103,7 @@ class ConstantRate(Recipe):
 def _virtual(
     name: str, clip: float, accumulation: int
 ) -> tuple[list[list[float]], dict[str, torch.Tensor], int]:
-    """By worker the loss of each micro-step; weights at the end; bytes that a worker sent."""
+    """Return losses of all micro-steps by worker, weights at the end, and a worker's bytes sent."""
     model = models.build("llama").train()
     for module in model.modules():
         # As DeepSpeed's: autograd then adds up what comes back into a block in the same order.

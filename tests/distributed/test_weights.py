@@ -224,7 +224,7 @@ def test_weights_of_two_models_are_written_together(a, b, order, written) -> Non
 @pytest.mark.sampled(2)
 @ranks()
 def test_a_budget_counts_what_a_host_keeps(slots, kind, section, options) -> None:
-    """Before the first batch, there in the plan, and between steps."""
+    """The node's copy counts before the first batch, in the plan, and between steps."""
     activation: dict[str, Any] = {"policy": "budget", "budget_gib": 1.0, "budget_of": "accelerator"}
     if kind in models.PLAIN:
         activation["modules"] = [models.PLAIN[kind]]

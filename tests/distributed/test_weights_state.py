@@ -287,7 +287,7 @@ def test_two_hundred_steps_are_those_of_deepspeed() -> None:
 
 @ranks(1, 1)
 def test_changes_are_few_bytes() -> None:
-    """At a small step most weights stay what they are."""
+    """Most weights do not change in a step with a small learning rate."""
     whole, lossless = (_laws(ONE, "llama", section, 5, lr=1e-5) for section in (WHOLE, LOSSLESS))
     assert lossless.losses == whole.losses
     assert 0 < sum(lossless.sent) < sum(whole.sent) / 5
@@ -394,7 +394,7 @@ def _resumed(section: dict[str, Any], folder: Path) -> tuple[Any, ...]:
 
 @ranks(1, 1)
 def test_a_checkpoint_goes_into_any_run(tmp_path: Path) -> None:
-    """With resident weights or without; `zero_to_fp32` and `save_16bit_model` write the same."""
+    """Resident weights or not: it loads; `zero_to_fp32`, `save_16bit_model` write the same."""
     plain = _straight({}, tmp_path / "plain")
     assert _straight(LOSSLESS, tmp_path / "ours") == plain
     for section, saved in ((LOSSLESS, "ours"), (LOSSLESS, "plain"), ({}, "ours")):
@@ -502,7 +502,7 @@ def _follows(engine: Any) -> Any:
 
 
 def _end(engine: Any, end: Callable[[], None]) -> None:
-    """No copy and no group is left behind `end`."""
+    """Check that `end` leaves no copy and no group."""
     params = list(engine.module.parameters())
     kept = [weakref.ref(p.ds_secondary_tensor) for p in params]
     inside = ds_ckpt.session_of(engine)._resident.groups[1]

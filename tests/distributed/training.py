@@ -175,7 +175,7 @@ def state_digest(engine: Any) -> str:
 
 
 def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
-    """What runs that are alike have in common: losses, weights and the state between steps."""
+    """Return what equal runs have in common: losses, weights and the state between steps."""
     factors = ds_ckpt.session_of(engine).exchange.step.exchange.factors.state_dict()
     return {
         "losses": losses,
@@ -226,7 +226,7 @@ def conservation(
 def _sums(
     kind: str, section: dict[str, Any], steps: int, accumulation: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """By parameter, what the owners took out in all steps, and what is left; levels."""
+    """Return by parameter what the owners took out in all steps, and what is left; levels."""
     taken: dict[str, torch.Tensor] = {}
     with running(kind, section, lr=0.0, accumulation=accumulation) as engine:
         for micro in range(steps * accumulation):
@@ -313,7 +313,7 @@ def _without_step(section: dict[str, Any], left_out: int, **options: Any) -> lis
 def check_no_trace(
     disturb: Callable[[Any], None], steps: int, section: dict[str, Any], **options: Any
 ) -> None:
-    """What happens between two steps changes no loss, weight, residual or skipped step."""
+    """Check that an act between two steps changes no loss, weight, residual or skipped step."""
     results = []
     for act in (disturb, lambda engine: None):
         with running("llama", section, **options) as engine:

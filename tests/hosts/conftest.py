@@ -26,7 +26,7 @@ def can_emulate() -> None:
 
 @pytest.fixture(scope="session")
 def can_launch() -> None:
-    """As `can_emulate`, for hosts that pdsh reaches."""
+    """Return what `can_emulate` does, for hosts that pdsh reaches."""
     _need(missing(pdsh=True))
 
 

@@ -241,7 +241,7 @@ def _becomes(expected: dict[str, object], limit_s: float = 15.0) -> None:
 
 SET_BYTES_PER_S = 200e6 / 8
 PAYLOAD_BYTES_PER_S = SET_BYTES_PER_S * 1448 / 1514
-"""What a full Ethernet frame with TCP time stamps carries of it."""
+"""Payload rate of full Ethernet frames with TCP time stamps."""
 
 
 @pytest.mark.timeout(300)

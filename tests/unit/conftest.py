@@ -15,7 +15,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def is_golden() -> Callable[[str, str], bool]:
-    """Whether a text is the named file's; with REWRITE_GOLDEN=1 it is written: read the change."""
+    """Compare a text with the named file; REWRITE_GOLDEN=1 writes it: read the change."""
 
     def compare(name: str, text: str) -> bool:
         path = Path(__file__).with_name("golden") / name

@@ -85,7 +85,7 @@ def results(
 
 
 def same(make, kind, step=backward, steps=3, check=0) -> None:
-    """To the bit as without checkpointing, and nothing stays in host memory."""
+    """Check for equal bits with and without checkpointing, and for nothing left in host memory."""
     reference = make()
     plain = results(reference, step, steps)
     model = make()

@@ -99,7 +99,7 @@ class OnGpus:
 @pytest.mark.parametrize(("method", "local"), itertools.product(METHODS, (1, 2)))
 @pytest.mark.sampled(9)
 def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int) -> None:
-    """And what arrives is what a CPU delivers, up to the order of sums."""
+    """The delivered values are those of a CPU, up to the order of sums."""
     options: Any = {"local": local, "residual_dtype": "fp32" if local == 1 else "int8"}
     processes, plain = OnGpus(4, method, **options), World(4, _choose(method), **options)
     for step in range(3):

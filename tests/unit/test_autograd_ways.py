@@ -186,7 +186,7 @@ class Sharing(Block):
 
 
 def _three_times(blocks: Any, x: Tensor) -> Tensor:
-    """As in a universal transformer."""
+    """Run one block three times, like a universal transformer."""
     return functools.reduce(lambda x, block: block(x), 3 * list(blocks), x).square().sum()
 
 
@@ -465,7 +465,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_cache_in_evaluation_mode_is_filled() -> None:
-    """With gradients on, too: someone who forgot no_grad, and prefixes that are trained."""
+    """Gradients may be on: a forgotten no_grad, or trained prefixes."""
     models = [build("llama").eval() for _ in range(2)]
     CheckpointedBlocks(models[1])
     tokens = batch("llama")["input_ids"]

@@ -557,7 +557,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Call]]]:
 
 @pytest.mark.parametrize("kind", ["block", "segments", "selective"])
 def test_nothing_stays_behind(kind: str, calls: list[weakref.ref[Call]]) -> None:
-    """After a backward, a dropped loss, an error in a forward, an evaluation."""
+    """The cases: a backward, a dropped loss, an error in a forward, an evaluation."""
 
     def fail(x: Tensor) -> Tensor:
         return x if not flags["fail"] else 1 / 0

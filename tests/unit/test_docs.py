@@ -93,7 +93,7 @@ def test_a_reader_can_type_the_command(command: str, monkeypatch: pytest.MonkeyP
 
 
 def test_each_claim_is_decided_one_way() -> None:
-    """By its figures or by a verdict that no figure decides; a condition is one of `found`."""
+    """Figures decide, or a verdict that no figure decides; a condition is one of `found`."""
     assert len(BY_ID) == len(CLAIMS)
     for claim in CLAIMS:
         assert claim.source.startswith(claim.id.partition("-")[0] + "_")

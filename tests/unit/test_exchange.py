@@ -139,7 +139,7 @@ def test_a_world_of_one_delivers_what_a_larger_one_left() -> None:
 
 
 def check_law_3(case, codec, micro_steps, steps, loss_scale, *, holds=False) -> None:
-    """What has been delivered and what is left is what was given; `holds`: in one exchange a step.
+    """Delivered plus left equals given; `holds`: in one exchange a step.
 
     The last step is sent uncompressed and leaves nothing.
     """

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def python(program: str, path: str) -> str:
-    """What a Python says that `exec` would start with this PYTHONPATH."""
+    """Return the output of a Python that `exec` starts with this PYTHONPATH."""
     env = environment.with_plugin({"PYTHONPATH": path}, None, Path("/nowhere/reached"))
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=env, cwd=path, capture_output=True, text=True, timeout=60)
@@ -284,7 +284,7 @@ StrategyRegistry = StrategyRegistry()
 
 
 def _axolotl(folder: Path) -> None:
-    """As `load_plugin` and `prepare_plugins` do."""
+    """Repeat `load_plugin` and `prepare_plugins`."""
     module, _, name = "ds_ckpt.integrations.axolotl.Plugin".rpartition(".")
     getattr(importlib.import_module(module), name)().register({"plugins": []})
 
@@ -299,7 +299,7 @@ def _lightning(folder: Path) -> None:
 
 
 def _ms_swift(folder: Path) -> None:
-    """As `import_external_file` does with a file of --external_plugins."""
+    """Repeat `import_external_file` on a file of --external_plugins."""
     (folder / "plugin.py").write_text("import ds_ckpt.auto\n")
     runpy.run_path(str(folder / "plugin.py"))
 

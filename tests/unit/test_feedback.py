@@ -27,7 +27,7 @@ def bits(stored: dict[str, QuantizedTensor]) -> dict[str, list[list[int]]]:
     st.integers(0, 2**31),
 )
 def test_the_units_are_those_of_the_mean(world, loss_scale, dtype, seed) -> None:
-    """In two micro-steps and the step behind; nothing underflows in half precision."""
+    """Two micro-steps and the next step agree; nothing underflows in half precision."""
     feedback = Feedback()
     gradients = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)).to(dtype)
     expected = torch.zeros(50)

@@ -154,7 +154,7 @@ MOST_INSTRUCTIONS = {
     "find_ones": 480,
     "decode": 1480,
 }
-"""Of a warp, one of four for 1,024 entries; for maxima 8,192."""
+"""Instructions of a warp, one of four for 1,024 entries; for maxima 8,192."""
 
 
 def _compile(*what: str, cache: Path) -> Any:
@@ -168,7 +168,7 @@ def _compile(*what: str, cache: Path) -> Any:
 
 
 def test_kernels_compile_for_gpus_and_are_short(tmp_path: Path) -> None:
-    """To machine code, on any machine. That it is right is for a GPU to say."""
+    """They compile to machine code on any machine; only a GPU shows that it is right."""
     found = _compile("80", "90", "100", cache=tmp_path)
     assert len(found) == 3 * len(MOST_INSTRUCTIONS)
     for name, made in found.items():

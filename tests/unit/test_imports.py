@@ -155,7 +155,7 @@ class Parameter(SimpleNamespace):
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_refused(monkeypatch) -> None:
-    """On 4 nodes of 2: 4 shards of 8, of 2 bytes, on memory that the 2 ranks of a node share."""
+    """4 nodes of 2 ranks: 4 shards of 8, of 2 bytes, on memory that a node's ranks share."""
     gone = Parameter(ds_numel=1_000_001, ds_secondary_tensor=None)
     made = Parameter(ds_numel=10**9, ds_secondary_tensor=torch.empty(1))
     engine = SimpleNamespace(device="cpu", module=SimpleNamespace(parameters=lambda: [gone, made]))

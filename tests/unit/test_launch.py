@@ -336,7 +336,7 @@ def test_rank_0_ends_when_its_launcher_is_gone_or_another_has_begun(tmp_path: Pa
 
 
 def test_a_process_that_no_signal_reaches_ends_with_its_launch(tmp_path: Path) -> None:
-    """On the first host of a hostfile rank 0 is a child of sshd; clocks of hosts may differ."""
+    """Rank 0 on a hostfile's first host is a child of sshd; clocks of hosts may differ."""
     listener = Listener(tmp_path, stall_s=60.0)
     process = leader(tmp_path, listener)
     for apart_s in (0.0, -1e6, 1e6):

@@ -1,4 +1,4 @@
-"""Who owns, who shares a node, and what is sent: shards, packets, headers, sections."""
+"""Owners, ranks that share a node, and what is sent: shards, packets, headers, sections."""
 
 import math
 

@@ -203,7 +203,7 @@ def test_kernels_read_no_other_block_if_weights_differ(rate, held, monkeypatch) 
 
 @pytest.mark.parametrize("rate", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_kernels_read_and_write_few_bytes(rate: float) -> None:
-    """Of memory: what loads, stores and sums in place touch, and the zeros that are there first."""
+    """Bytes of memory: those that loads, stores and sums in place touch, and the first zeros."""
     from triton.runtime import interpreter
 
     old, new = step_of(rate, 5000)

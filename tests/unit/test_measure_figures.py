@@ -114,7 +114,7 @@ def test_one_slow_repetition_does_not_move_a_step(found: Findings) -> None:
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_an_interval_of_few_repetitions_holds_the_truth_as_often_as_it_should(count: int) -> None:
-    """In about 95% of trials; a quotient's, too, wherever it exists."""
+    """It does in about 95% of trials; a quotient's interval, too, if it exists."""
     draw = random.Random(count)
     held, shares = 0, []
     for _ in range(300):

@@ -57,7 +57,7 @@ def page(run_folder: Path) -> str:
 
 
 def test_text_and_first_screen_are_the_golden_ones(run_folder, page, is_golden) -> None:
-    """Of the page sentence, table and chart, up to the next heading."""
+    """The page's part: sentence, table and chart, up to the next heading."""
     assert is_golden("measure_report.md", (run_folder / "report.md").read_text())
     first, *_ = page[page.index("<body>") :].partition("<h2>")
     first = re.sub(r"<svg.*?</svg>", "<svg/>", first, flags=re.S)
@@ -94,7 +94,7 @@ def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_
 
 @pytest.mark.slow
 def test_sentence_table_and_chart_are_on_the_first_screen(tmp_path: Path) -> None:
-    """Of a browser with 1280 x 800 pixels, without scrolling."""
+    """The browser has 1280 x 800 pixels and does not scroll."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         assert "CI" not in os.environ, "chromium is missing (on Debian: the package chromium)"

@@ -87,7 +87,7 @@ def test_a_complete_run_needs_no_launch() -> None:
 
 
 def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the time left, from before the first one on."""
+    """Each has the time left, also the one before the first trial."""
     show = trials._printer(Console(width=100), 40)
     for done in range(41):
         show({"words": f"{done} of 40 steps", "done": done, "total": 40})

@@ -223,7 +223,7 @@ def test_rules_mix_offload_with_recomputation_and_neither() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "by an alias", "copied"])
 def test_a_saved_tensor_that_is_changed_is_refused_unless_it_was_copied(when: str) -> None:
-    """As autograd does, but for a copy, which has the right values."""
+    """Autograd refuses it, too; only a copy has the right values."""
     store = InputStore(CPU, LateCopies(), offload=False)
     call, x = store.begin("a", weights=()), torch.ones(8).sin()
     alias = x.data  # counts versions of its own

@@ -1,4 +1,4 @@
-"""From policies to units: blocks and parts found by name, segments, rules, and refusals."""
+"""Units of policies: blocks and parts found by name, segments, rules, and refusals."""
 
 from pathlib import Path
 from typing import Any

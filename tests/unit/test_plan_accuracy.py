@@ -49,7 +49,7 @@ def test_measured_steps_are_predicted_and_the_choice_is_near_the_best(
 
 
 def test_published_points_come_out_within_25_percent(benchmark, capsys) -> None:
-    """With the data sheet's share of peak, or with the share that the program itself reached."""
+    """The share of peak is the data sheet's, or that which the program itself reached."""
     benchmark("plan_published").main()
     rows = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
     record = (RESULTS / "plan_published.txt").read_text().splitlines()

@@ -263,7 +263,7 @@ def test_remedies_if_nothing_fits_are_true(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_memory_is_short_smaller_buckets_are_tried() -> None:
-    """Beside llama-1b, resident on two nodes of 24 GB, few bytes fit only then."""
+    """Few bytes fit only then beside llama-1b, resident on two nodes of 24 GB."""
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster("2 nodes x 1 RTX 4090, 1 Gbit/s, 20 ms", NEEDED)
     assert cluster is not None

@@ -117,7 +117,7 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
 
 
 def test_a_padding_mask_decides_as_in_training() -> None:
-    """With values unknown transformers would make a mask where training needs none."""
+    """If values are unknown, transformers makes a mask where training needs none."""
     model = build("llama", 2, tie_word_embeddings=True)
     tokens = torch.randint(3, 40, (2, 16))
     padded = torch.ones_like(tokens)

@@ -258,7 +258,7 @@ def last_of_four(gradient: Tensor, rank: int, *, remembered: bool) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_warm_start_follows_a_gradient_that_stays(seed: int) -> None:
-    """To the error of the best factors, which those of a first step are far from."""
+    """The error falls to that of the best factors, far below that of a first step."""
     noise = torch.randn(60, 50, generator=torch.Generator().manual_seed(100 + seed))
     gradient = low_rank(60, 50, 2, seed) + 0.3 * noise
     values = torch.linalg.svdvals(gradient)

@@ -68,7 +68,7 @@ def _words(svg: str) -> str:
 
 @pytest.mark.usefixtures("undrawn")
 def test_its_three_forms_are_the_golden_ones(is_golden: Callable[[str, str], bool]) -> None:
-    """No word is taken for markup, tables fold and cut nothing, code can be copied."""
+    """Words are no markup, tables fold and cut nothing, code can be copied."""
     target = io.StringIO()
     WHOLE.print(Console(file=target, width=80))
     shown = "\n".join(line.rstrip() for line in target.getvalue().splitlines())

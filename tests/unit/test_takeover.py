@@ -74,7 +74,7 @@ def _enable(model: Any) -> None:
 
 
 def _around_generation(model: Any) -> None:
-    """As trl does it."""
+    """Repeat what trl does around generation."""
     model.gradient_checkpointing_disable()
     with torch.no_grad():
         model(**batch("llama"))

@@ -65,7 +65,7 @@ def drive(tuner: Tuner, steps: int, ours_s=1.0, other_s=1.0, skip=0) -> list[str
     [(1.0, 2.0, 1), (2.0, 1.0, 1), (1.25, 1.0, 1), (1.03, 1.0, 2), (1.0, 1.03, 2)],
 )
 def test_the_shorter_step_is_kept(ours_s: float, other_s: float, cycles: int) -> None:
-    """After one cycle if the gap is decisive, else a second one has to agree."""
+    """One cycle suffices if the gap is decisive, else a second one has to agree."""
     tuner = made()
     sent = drive(tuner, cycles * CYCLE + 50, ours_s, other_s)
     assert sent[: cycles * CYCLE] == ONE_CYCLE * cycles
@@ -106,7 +106,7 @@ def kept(ours_s: float, scatter: float, *, runs: int) -> int:
 
 
 def test_choices_are_about_as_certain_as_stated() -> None:
-    """With single steps that scatter by 14%."""
+    """Single steps scatter by 14%."""
     assert kept(1.07, 0.14, runs=100) <= 2
     assert 1 <= kept(1.0, 0.14, runs=200) <= 8
     assert kept(0.9, 0.14, runs=50) >= 45

@@ -90,7 +90,7 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
 
 
 def test_each_refusal_is_a_rule_or_announced(tmp_path: Path) -> None:
-    """By a `rule`, a path announced, what happens `later` or in user `code`."""
+    """The reason is a `rule`, an announced path, a `later` event or user `code`."""
     decided = {name: row[0] for row in map(str.split, REFUSALS.split("\n")) for name in row[1:]}
     found, package = set(), Path(ds_ckpt.__file__).parent
     for file in package.rglob("*.py"):
