@@ -189,7 +189,8 @@ def _add_to(state: State, seen: set[int], path: str, value: Any) -> None:
 # names that functions reach
 
 
-Read = Callable[[], Any]
+Getter = Callable[[], Any]
+"""Returns what a name is bound to at the time."""
 
 
 def _is_searched(module: Any) -> bool:
@@ -208,8 +209,9 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
 
 
-def _reads(value: Any) -> Iterator[tuple[str, Read]]:
-    """Yield what a function or class reaches by name, and how to read it."""
+def _reached(value: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yield what a value leads to: names with their getters, and other values without a name."""
+    others: Iterable[Any] = ()
     if isinstance(value, types.FunctionType) and _is_searched(value.__module__):
         names = _names(value.__code__)
         places = [("the global ", value.__globals__)]
@@ -225,43 +227,36 @@ def _reads(value: Any) -> Iterator[tuple[str, Read]]:
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             yield f"{called}.{name}", functools.partial(getattr, value, name)
     elif isinstance(value, type) and _is_searched(value.__module__):
+        others = value.__bases__
         for name in (n for n in vars(value) if not n.startswith("__") or n == "__call__"):
-            yield (
-                f"the class attribute {value.__name__}.{name}",
-                functools.partial(vars(value).get, name),
-            )
-
-
-def _referenced(value: Any) -> Iterable[Any]:
-    """Return what else to search for names."""
-    if isinstance(value, (types.MethodType, classmethod, staticmethod)):
-        return value.__func__, getattr(value, "__self__", None)
-    if isinstance(value, property):
-        return value.fget, value.fset
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, type):
-        return value.__bases__ if _is_searched(value.__module__) else ()
-    if isinstance(value, nn.Module):
-        return type(value), *_held_by(value).values()
-    if isinstance(value, (*_CONTAINERS, tuple)) or (
+            words = f"the class attribute {value.__name__}.{name}"
+            yield words, functools.partial(vars(value).get, name)
+    elif isinstance(value, (types.MethodType, classmethod, staticmethod)):
+        others = value.__func__, getattr(value, "__self__", None)
+    elif isinstance(value, property):
+        others = value.fget, value.fset
+    elif isinstance(value, functools.partial):
+        others = value.func, *value.args, *value.keywords.values()
+    elif isinstance(value, nn.Module):
+        others = type(value), *_held_by(value).values()
+    elif isinstance(value, (*_CONTAINERS, tuple)) or (
         _is_searched(type(value).__module__) and _is_holder(value.__class__)
     ):
-        return type(value), *(child for _, child in _children(value))
-    return ()
+        others = type(value), *(child for _, child in _children(value))
+    yield from ((None, other) for other in others)
 
 
-def reachable_names(parts: Iterable[nn.Module]) -> dict[str, Read]:
-    """Return how to read globals, cells and class attributes that the parts' functions use."""
-    found, seen, todo = dict[str, Read](), dict[int, Any](), deque[Any](parts)
+def reachable_names(parts: Iterable[nn.Module]) -> dict[str, Getter]:
+    """Return getters of the globals, cells and class attributes that the parts' functions use."""
+    found, seen, todo = dict[str, Getter](), dict[int, Any](), deque[Any](parts)
     while todo and len(seen) < MAX_OBJECTS:
         value = todo.popleft()
         if id(value) not in seen:
             seen[id(value)] = value
-            todo.extend(_referenced(value))
-            for path, read in _reads(value):
-                found[f"{path} #{len(found)}" if path in found else path] = read
-                todo.append(read())
+            for path, reached in _reached(value):
+                if path is not None:
+                    found[f"{path} #{len(found)}" if path in found else path] = reached
+                todo.append(reached if path is None else reached())
     return found
 
 
@@ -280,7 +275,7 @@ class CheckpointedModule:
         self.replaying: Callable[[], Any] | None = None
 
     @functools.cached_property
-    def names(self) -> dict[str, Read]:
+    def names(self) -> dict[str, Getter]:
         """See `reachable_names`."""
         return reachable_names(self.parts)
 
@@ -398,8 +393,8 @@ class Snapshot:
                     _add_to(state, seen, f"{type(part).__name__}.{name}", value)
         for number, value in enumerate(self.arguments, 1):
             _add_to(state, seen, f"argument {number}", value)
-        for path, read in self._target.names.items():
-            _add_to(state, seen, path, read())
+        for path, get in self._target.names.items():
+            _add_to(state, seen, path, get())
         return state
 
     @contextmanager

@@ -22,7 +22,7 @@ from ds_ckpt.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEMO: dict[str, Any] = {
+DEMO_OPTIONS: dict[str, Any] = {
     "methods": "3bit,topk,powersgd",
     "weights": "whole",
     "repetitions": 5,
@@ -109,7 +109,7 @@ def measure(
     given = given_options(context)
     output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     overridden = given | {"shape"} if "model" in given else given
-    preset = {k: v for k, v in DEMO.items() if demo and k not in overridden}
+    preset = {k: v for k, v in DEMO_OPTIONS.items() if demo and k not in overridden}
     with exit_on_error():
         chosen_rates = arguments.rates_of(rates) if rates is not None else None
         place: AbstractContextManager[Backend]
@@ -158,7 +158,7 @@ def measure(
             steps=steps,
             text=str(text.resolve()) if text else None,
             warm_up=1 if demo else Spec.warm_up,
-            brief=demo,
+            demo=demo,
         )
         check(spec)
         with signals_as_exit(), place as backend:

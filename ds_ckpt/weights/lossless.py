@@ -4,7 +4,7 @@ Sender and receiver hold the old weights, so only the change is sent. Read as in
 of their values, neighbouring 16-bit floats differ by 1. The change of a weight is a small integer,
 and its size depends on the weight's exponent, which both sides have. Each block has a parameter c,
 and a change z (0, -1, 1, ... as 0, 1, 2, ...) of a weight with exponent e has a Rice code (Golomb
-1966) with k = c - e low bits, 0 to `MOST_LOW_BITS`: z >> k zeros, a one, and k low bits. Weights
+1966) with k = c - e low bits, 0 to `MAX_LOW_BITS`: z >> k zeros, a one, and k low bits. Weights
 with e > c rarely change: in a block of mode `FLAGS` a group of `GROUP` elements has a bit that is 1
 if one of its rare weights changes. If none does, they have no code.
 
@@ -38,7 +38,7 @@ from ds_ckpt.weights.lossless_format import (
     FLAG_WORDS,
     FLAGS,
     GROUP,
-    MOST_LOW_BITS,
+    MAX_LOW_BITS,
     UNCOMPRESSED,
 )
 
@@ -239,7 +239,7 @@ def _encode(mantissa: int, old: Tensor, new: Tensor) -> tuple[_Array, _Array]:
     flags = (rare & (z != 0)).view(np.uint32) != 0
     silent = rare & ~_repeated(flags)
     flagged = silent.sum(1, dtype=np.int32) > BLOCK // GROUP
-    k = np.clip(c[:, None] - exponent, 0, MOST_LOW_BITS).view(np.uint16)
+    k = np.clip(c[:, None] - exponent, 0, MAX_LOW_BITS).view(np.uint16)
     high = z >> k
     zeros = np.minimum(high, ESCAPE)
     widths = zeros + np.uint16(1)
@@ -250,18 +250,18 @@ def _encode(mantissa: int, old: Tensor, new: Tensor) -> tuple[_Array, _Array]:
     unary, low = _words(ends[:, -1]), _words(low_ends[:, -1])
     escapes = (np.bincount(escaped // BLOCK, minlength=len(z)) + 1) // 2
     words = flagged * FLAG_WORDS + unary + escapes + low
-    whole = (np.minimum(numel - BLOCK * np.arange(len(z)), BLOCK) + 1) // 2
-    raw = words >= whole
-    words = np.where(raw, whole, words)
+    plain_words = (np.minimum(numel - BLOCK * np.arange(len(z)), BLOCK) + 1) // 2
+    uncompressed = words >= plain_words
+    words = np.where(uncompressed, plain_words, words)
     headers = words | c.astype(np.int64) << 16 | flagged.astype(np.int64) << 24
-    headers[raw] = words[raw] | UNCOMPRESSED << 24
+    headers[uncompressed] = words[uncompressed] | UNCOMPRESSED << 24
     stops = words.cumsum()
-    if raw.any():
-        every = (z, k, high, widths, ends, low_ends, flags, flagged, words, low)
-        z, k, high, widths, ends, low_ends, flags, flagged, words, low = (a[~raw] for a in every)
+    if uncompressed.any():  # such a block has no codes
+        z[uncompressed] = k[uncompressed] = widths[uncompressed] = low[uncompressed] = 0
+        flagged &= ~uncompressed
+        high, ends, low_ends = z >> k, _running(widths), _running(k)
         escaped = np.flatnonzero(high >= ESCAPE)
-    kept = stops[~raw]
-    starts, low_starts = kept - words, kept - low
+    starts, low_starts = stops - words, stops - low
 
     out = np.zeros(int(stops[-1]) + 2, np.uint32)
     at = starts[flagged, None] + np.arange(FLAG_WORDS)
@@ -271,9 +271,9 @@ def _encode(mantissa: int, old: Tensor, new: Tensor) -> tuple[_Array, _Array]:
     _write(out, first, coded, ends - coded)
     _write(out, low_starts, z ^ (high << k), low_ends - k)
     out.view(np.uint16)[_escapes(escaped, low_starts)] = z.ravel()[escaped]
-    for block in np.flatnonzero(raw):
+    for block in np.flatnonzero(uncompressed):
         part = new[block * BLOCK :][:BLOCK].numpy().view(np.uint16)
-        out[stops[block] - whole[block] :].view(np.uint16)[: len(part)] = part
+        out[starts[block] :].view(np.uint16)[: len(part)] = part
     return headers.astype(np.uint32), out[:-2]
 
 
@@ -303,11 +303,11 @@ def _decode_(mantissa: int, weights: Tensor, headers: _Array, words: _Array) -> 
     """Decode one chunk."""
     count = headers.astype(np.int64) & 0xFFFF
     c, mode = (headers >> 16).astype(np.uint8).astype(np.int16), headers >> 24
-    flagged, raw = mode == FLAGS, mode == UNCOMPRESSED
+    flagged, uncompressed = mode == FLAGS, mode == UNCOMPRESSED
     stops = count.cumsum()
     starts = stops - count
     exponent = _exponents(weights, mantissa).numpy()
-    k = np.clip(c[:, None] - exponent, 0, MOST_LOW_BITS).view(np.uint16)
+    k = np.clip(c[:, None] - exponent, 0, MAX_LOW_BITS).view(np.uint16)
     low_ends = _running(k)
     low_starts = stops - _words(low_ends[:, -1])
     words = np.concatenate([words, np.zeros(2, np.uint32)])
@@ -326,14 +326,14 @@ def _decode_(mantissa: int, weights: Tensor, headers: _Array, words: _Array) -> 
         rank = _running(coded.astype(np.int16))
     else:
         coded, rank = None, np.arange(1, BLOCK + 1)[None, :]
-    if (before + rank[:, -1] >= len(ones))[~raw].any():
+    if (before + rank[:, -1] >= len(ones))[~uncompressed].any():
         raise ValueError("codes are missing")
     gaps = np.diff(ones.astype(np.uint16), prepend=np.uint16(0))  # modulo 2^16
     gaps[before] = ones[before] - first + 1
     zeros = gaps.take((before - 1)[:, None] + rank, mode="clip") - np.uint16(1)
     if coded is not None:
         zeros *= coded
-    if (zeros[~raw] > ESCAPE).any():
+    if (zeros[~uncompressed] > ESCAPE).any():
         raise ValueError("a code is too long")
 
     place = (32 * low_starts).astype(np.int32)[:, None] + (low_ends - k)
@@ -342,11 +342,11 @@ def _decode_(mantissa: int, weights: Tensor, headers: _Array, words: _Array) -> 
     )
     low = at_any_byte.take(place >> 3, mode="clip") >> (place & 7).astype(np.uint32)
     z = (zeros << k) | (low.astype(np.uint16) & ((np.uint16(1) << k) - np.uint16(1)))
-    escaped = np.flatnonzero((zeros == ESCAPE) & ~raw[:, None])
+    escaped = np.flatnonzero((zeros == ESCAPE) & ~uncompressed[:, None])
     z.ravel()[escaped] = words.view(np.uint16)[_escapes(escaped, low_starts)]
     change = torch.from_numpy(z.view(np.int16)).view(-1)[: weights.numel()]
     change = ((change >> 1) & 0x7FFF).bitwise_xor_((change & 1).neg_())
     weights.copy_(_ordinal(change.add_(_ordinal(weights))))
-    for block in np.flatnonzero(raw):
+    for block in np.flatnonzero(uncompressed):
         part = weights[block * BLOCK :][:BLOCK]
         part.copy_(torch.from_numpy(words[starts[block] :].view(np.int16)[: len(part)].copy()))

@@ -14,7 +14,7 @@ from ds_ckpt.weights import lossless_format
 BLOCK = tl.constexpr(lossless_format.BLOCK)
 GROUP = tl.constexpr(lossless_format.GROUP)
 ESCAPE = tl.constexpr(lossless_format.ESCAPE)
-MOST_LOW_BITS = tl.constexpr(lossless_format.MOST_LOW_BITS)
+MAX_LOW_BITS = tl.constexpr(lossless_format.MAX_LOW_BITS)
 FLAGS = tl.constexpr(lossless_format.FLAGS)
 FLAG_WORDS = tl.constexpr(lossless_format.FLAG_WORDS)
 UNCOMPRESSED = tl.constexpr(lossless_format.UNCOMPRESSED)
@@ -28,7 +28,7 @@ def _ordinal(bits):
 
 @triton.jit
 def _low_bits(exponent, c):
-    return tl.minimum(tl.maximum(c - exponent, 0), MOST_LOW_BITS)
+    return tl.minimum(tl.maximum(c - exponent, 0), MAX_LOW_BITS)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ RESIDENT_SINCE = "0.19.5"
 
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """From a bucket's full gradients to this rank's chunks."""
-Decide = Callable[[], Any]
+SkipDecision = Callable[[], Any]
 """Returns whether a step is skipped."""
 
 
@@ -299,8 +299,8 @@ def require_resident_weights(version: str) -> None:
         raise UnsupportedError(Problem(where, found, why, remedy))
 
 
-def patch_verdict(
-    optimizer: Any, patches: Patches, around: Callable[[Decide], Any], *, always_check: bool
+def wrap_skip_decision(
+    optimizer: Any, patches: Patches, around: Callable[[SkipDecision], Any], *, always_check: bool
 ) -> None:
     """Replace the method that decides whether a step is skipped by `around` that method.
 

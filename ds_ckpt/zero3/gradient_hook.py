@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
-from ds_ckpt.zero3.compatibility import Decide, Reduce, check_identity, patch_verdict
+from ds_ckpt.zero3.compatibility import Reduce, SkipDecision, check_identity, wrap_skip_decision
 
 log = logging.getLogger("ds_ckpt")
 SKIPPED_IN_A_ROW = 10
@@ -107,7 +107,7 @@ class GradientHook:
                 self.drop_step()
                 raise
 
-        def end_step(decide: Decide) -> Any:
+        def end_step(decide: SkipDecision) -> Any:
             self._is_unfinished = False
             before = self._scale()
             try:
@@ -154,7 +154,7 @@ class GradientHook:
         patches.set(optimizer, "clear_backward_seen_flag", clear_flag)
         patches.set(optimizer, "_pre_step", _after(step_begins, optimizer._pre_step))
         patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
-        patch_verdict(optimizer, patches, end_step, always_check=self._exchange is not None)
+        wrap_skip_decision(optimizer, patches, end_step, always_check=self._exchange is not None)
 
     def _reduced(
         self, params: Sequence[Any], avg_scatter: Callable[[], list[torch.Tensor]]

@@ -77,7 +77,7 @@ def test_the_headline_is_the_first_line_everywhere(run_folder: Path, page: str) 
 @pytest.mark.usefixtures("undrawn")
 def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_path: Path) -> None:
     demo = replace(known.SPEC, rates=(100.0,), methods=("3bit", "topk"), weights=("whole",))
-    folder = write_run(tmp_path / "run", replace(demo, brief=True))
+    folder = write_run(tmp_path / "run", replace(demo, demo=True))
     result = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     table, _, advice = result.output.partition("For your DeepSpeed file (block/3bit/whole)")

@@ -128,7 +128,7 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
     assert (specs.pop(2).model, len(specs)) == ("llama-1b", 2)
     CliRunner().invoke(app, ["measure"])
     assert specs[2].methods == Spec().methods == ("topk", "powersgd", "3bit")
-    assert not specs[2].brief
+    assert not specs[2].demo
 
 
 def test_configurations_are_the_product_of_the_axes() -> None:

@@ -38,7 +38,7 @@ _MODULES = ("ds_ckpt", "deepspeed", "torch", "transformers")
 _LOG_LINES = 40
 _POLL_S = 0.2
 _END_S = 8.0
-_EXAMINE = """
+_REPORT = """
 import importlib.metadata, importlib.util, json, os, platform, socket, sys, time
 now, port, modules, folder = time.time(), int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
 missing = [m for m in modules if importlib.util.find_spec(m) is None]
@@ -83,8 +83,8 @@ class LaunchError(DsCkptError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Examined:
-    """A node that can take part.
+class NodeReport:
+    """Facts about a node that can take part.
 
     Attributes:
         versions: Version of each module, and of Python.
@@ -100,15 +100,15 @@ class Examined:
     interface: str
 
 
-def check_hosts(hosts: Backend) -> list[Examined]:
+def check_hosts(hosts: Backend) -> list[NodeReport]:
     """Examine all nodes at once: ssh, Python, modules, their versions, folder and port.
 
     Raises HostError with every problem.
     """
 
-    def examine(name: str) -> Problem | Examined:
+    def report_on(name: str) -> Problem | NodeReport:
         port = hosts.port if name == hosts.names[0] else 0
-        argv = [sys.executable, "-c", _EXAMINE, str(port), ",".join(_MODULES), os.getcwd()]
+        argv = [sys.executable, "-c", _REPORT, str(port), ",".join(_MODULES), os.getcwd()]
         asked = time.time()
         code, output = _try(hosts, name, argv)
         answered = time.time()
@@ -121,11 +121,11 @@ def check_hosts(hosts: Backend) -> list[Examined]:
             return Problem(name, output, why, remedy)
         found = json.loads(output.splitlines()[-1])
         there = found.pop("time_s")  # between the question and the answer if both clocks agree
-        return Examined(name, ahead_s=there - min(max(there, asked), answered), **found)
+        return NodeReport(name, ahead_s=there - min(max(there, asked), answered), **found)
 
     with ThreadPoolExecutor(len(hosts.names)) as pool:
-        results = list(pool.map(examine, hosts.names))
-    nodes = [found for found in results if isinstance(found, Examined)]
+        results = list(pool.map(report_on, hosts.names))
+    nodes = [found for found in results if isinstance(found, NodeReport)]
     problems = [found for found in results if isinstance(found, Problem)]
     for node in nodes:
         for module, version in node.versions.items():

@@ -91,7 +91,7 @@ class Spec:
     Placements of weights and DeepSpeed baselines are measured beside `stock`. `sections` are from
     users' files, by `activation/NAME`, `compression/NAME`, `weights/NAME`. Rates are in Mbit/s;
     None is not limited. `drop` steps of a trial are not timed. `shape` is the built-in Llama's.
-    `brief` leaves out what the headline does not need: see `_is_in_demo`.
+    `demo` leaves out the configurations that the headline does not need: see `_is_in_demo`.
     """
 
     where: Where = "emulated"
@@ -115,7 +115,7 @@ class Spec:
     shape: dict[str, int] = field(default_factory=dict)
     text: str | None = None
     model: str | None = None
-    brief: bool = False
+    demo: bool = False
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -125,10 +125,10 @@ class Spec:
         exchanges = [(method, where) for where in weights for method in methods]
         exchanges += [(STOCK, baseline) for baseline in self.baselines]
         found = [Configuration(policy, *one) for policy in self.policies for one in exchanges]
-        return [one for one in found if not self.brief or self._is_in_demo(one)]
+        return [one for one in found if not self.demo or self._is_in_demo(one)]
 
     def _is_in_demo(self, one: Configuration) -> bool:
-        """Return whether a brief run measures a configuration.
+        """Return whether a demo measures a configuration.
 
         Without checkpointing that is `stock` and `dense`, with it `dense`, the methods, and
         resident weights beside the first method.
