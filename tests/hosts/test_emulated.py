@@ -163,7 +163,11 @@ def test_a_hanging_launch_ends_in_time_and_names_the_place(own_hosts, tmp_path) 
     [
         (True, "pdsh", ["sshd needs root", "not found: pdsh (Debian packages: util-linux"]),
         (False, "unshare", ["not found: unshare (Debian packages: util-linux"]),
-        (False, "tc", ["not found: ip, tc (Debian package: iproute2) or pyroute2"]),
+        (
+            True,
+            "tc",
+            ["sshd needs root", "not found: ip, tc (Debian package: iproute2) or pyroute2"],
+        ),
         (False, "", ["the kernel refuses namespaces or links: sh -c 'echo no; exit 1' sleep"]),
     ],
 )

@@ -80,7 +80,7 @@ def test_every_host_that_cannot_take_part_is_named_with_what_to_do(can_launch: N
     found = {problem.where: problem for problem in caught.value.problems}
     assert list(found) == [f"host{i}" for i in range(5)]
     assert "port 29500 is taken" in found["host0"].found
-    assert "--port" in found["host0"].found
+    assert found["host0"].remedy == "name another with --port"
     assert "Permission denied" in found["host1"].found
     assert "make `ssh host1 true` work" in found["host1"].remedy
     assert "ssh" in found["host2"].found

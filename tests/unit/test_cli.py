@@ -180,7 +180,7 @@ os.execvp("sh", ["sh", "-c", command])
             1,
             r"b: found torch 0.1(.|\n)*a has \d.*same code",
         ),
-        ("isdir=>isfile", 1, "b: found no folder .*, where the command starts"),
+        ("isdir=>isfile", 1, r"b: found no folder .*(\n.*){2}: create or mount it"),
     ],
 )
 def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, changes, code, said) -> None:

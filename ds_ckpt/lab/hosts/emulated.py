@@ -48,7 +48,7 @@ from ds_ckpt.lab.hosts.backends import (
 
 SSH_PORT = 2222
 _TOOLS = ("nsenter", "unshare")
-_PDSH_TOOLS = ("ip", "tc", "pdsh", "ssh", "ssh-keygen", "sshd")
+_PDSH_TOOLS = ("ip", "pdsh", "ssh", "ssh-keygen", "sshd")
 _PACKAGES = "util-linux iproute2 pdsh openssh-client openssh-server"
 _REMEDY = "docs/troubleshooting.md lists the settings that allow them"
 _IPROUTE, _RANKS = (Path(__file__).with_name(name) for name in ("iproute.py", "ranks.py"))

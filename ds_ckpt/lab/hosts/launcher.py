@@ -45,14 +45,14 @@ missing = [m for m in modules if importlib.util.find_spec(m) is None]
 if missing:
     sys.exit("no module " + ", ".join(missing))
 if not os.path.isdir(folder):
-    sys.exit(f"no folder {folder}, where the command starts")
+    sys.exit(f"no folder {folder}, where the command starts\\nremedy: create or mount it there")
 if port:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            sys.exit(f"port {port} is taken ({error}); name another: --port")
+            sys.exit(f"port {port} is taken ({error})\\nremedy: name another with --port")
 versions = {m: importlib.metadata.version(m) for m in modules}
 versions["python"] = ".".join(platform.python_version_tuple()[:2])
 try:
@@ -116,9 +116,10 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
             remedy = f"make `ssh {name} true` work without a password from the first node"
             return Problem(name, output, "processes are started over ssh", remedy)
         if code:
-            why = f"every node needs {sys.executable}, its modules, and rank 0 a free port"
-            remedy = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
-            return Problem(name, output, why, remedy)
+            problem, _, remedy = output.partition("\nremedy: ")
+            why = f"nodes need {sys.executable}, its modules and this folder, rank 0 a free port"
+            install = "install this environment there at the same path: pip install 'ds_ckpt[hf]'"
+            return Problem(name, problem, why, remedy or install)
         found = json.loads(output.splitlines()[-1])
         there = found.pop("time_s")  # between the question and the answer if both clocks agree
         return NodeReport(name, ahead_s=there - min(max(there, asked), answered), **found)

@@ -102,7 +102,10 @@ class Figure(Generic[Of]):
         scale = 1 / MB if self.unit.startswith("MB") else 1.0
         ends = (value.value, value.low, value.high)
         middle, low, high = ("-" if math.isnan(v) else number(scale * v) for v in ends)
-        return middle if low == high else f"{middle} ({low} to {high})"
+        if low == high:
+            return middle
+        below, above = (number(scale * abs(end - value.value)) for end in ends[1:])
+        return f"{middle} ± {above}" if below == above else f"{middle} ({low} to {high})"
 
 
 def middle_mean(values: Sequence[float]) -> float:

@@ -43,6 +43,8 @@ _PARTS = (
     "network_update_s",
     "compression_s",
 )
+_SCREEN = ("step_s", "link_bytes", "stored_weight_bytes", "peak_bytes")
+"""Figures of the terminal's table."""
 _NOTE = (
     "Steps and parts are means over the middle half. 95% intervals resample repetitions "
     "(jackknife). MB are 10^6 bytes. link: bytes to other nodes, counted at the collectives. "
@@ -87,16 +89,12 @@ class Report:
         """Print the headline, the configurations at the first rate, and the JSON to use."""
         first = [c for c in self.findings.comparisons if c.rate_mbit == self.findings.rates[0]]
         share = {f"{c.policy}/{c.method}": share_text(c) for c in first}
-        rows = []
-        for row in self.findings.at(self.findings.rates[0]):
-            half_s = (row.step_s.high - row.step_s.low) / 2
-            step = number(row.step_s.value) + f" ± {number(half_s)}" * (half_s > 0)
-            sizes = (row.link_bytes.value, row.stored_weight_bytes, row.peak_bytes or math.nan)
-            paid = share.get(row.configuration, "-").replace("none shown", "none")
-            rows.append([row.configuration, step, *(number(n / MB) for n in sizes), paid])
-        heads = ["configuration", "step, s", "link, MB", "weights, MB", "peak, MB", "pays for"]
+        columns = [one for one in MEASURED if one.name in _SCREEN]
+        table = self._table(self.findings.rates[0], columns)
+        heads = [head.replace(", ", "\n").replace(" ", "\n") for head in table.heads]
+        rows = [[*row, share.get(row[0], "-").replace("none shown", "none")] for row in table.rows]
         several = self._shares() if len(self.findings.rates) > 1 else []
-        steps = ReportSection("", [*several, Table(heads, rows)])
+        steps = ReportSection("", [*several, Table([*heads, "pays for"], rows)])
         sections = [steps, *map(self._advice, first[:1])]
         Document(headline(self.findings), self._notes(), sections).print(console)
 
