@@ -78,9 +78,6 @@ def measure(
         int, Option(min=1, help="Trials of each configuration at each rate.")
     ] = 6,
     steps: Annotated[int, Option(min=1, help="Timed steps per trial.")] = 2,
-    text: Annotated[
-        Path | None, file_option("Training text. [default: Python's documentation]")
-    ] = None,
     interface: Annotated[
         str | None, Option(help="Network interface, such as eth0; needs --hostfile.")
     ] = None,
@@ -156,7 +153,6 @@ def measure(
             shape=arguments.shape_of(shape),
             repetitions=preset.get("repetitions", repetitions),
             steps=steps,
-            text=str(text.resolve()) if text else None,
             warm_up=1 if demo else Spec.warm_up,
             demo=demo,
         )

@@ -48,17 +48,6 @@ class Corpus:
         digest.update(self.train + self.heldout)
         return digest.hexdigest()
 
-    def save(self, folder: Path) -> None:
-        """Write `train.bin` and `heldout.bin`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("train", "heldout"):
-            (folder / f"{name}.bin").write_bytes(getattr(self, name))
-
-
-def load_corpus(folder: Path) -> Corpus:
-    """Read a folder that `Corpus.save` wrote."""
-    return Corpus(str(folder), *((folder / f"{n}.bin").read_bytes() for n in ("train", "heldout")))
-
 
 @cache
 def embedded_corpus() -> Corpus:
@@ -66,7 +55,7 @@ def embedded_corpus() -> Corpus:
     return split_topics(python_topics(), source="pydoc_data.topics and stdlib docstrings")
 
 
-def file_corpus(path: Path, option: str = "--text") -> Corpus:
+def file_corpus(path: Path, option: str) -> Corpus:
     """Read a text file; topics are its paragraphs, joined to 2 kB or more.
 
     Raises ConfigError, which names `option`, if the file is unreadable or too short.

@@ -42,20 +42,6 @@ def across(size: int) -> list[list[int]]:
 
 
 @contextmanager
-def auto_tp(size: int) -> Iterator[None]:
-    """DeepSpeed's module-level groups as AutoTP of this size finds them; gone afterwards."""
-    before = {name: getattr(groups, name) for name in _KEPT}
-    tensor, data = group_of(neighbours(size)), group_of(across(size))
-    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = tensor
-    groups._DATA_PARALLEL_GROUP = data
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(groups, name, value)
-
-
-@contextmanager
 def mpu_forgotten() -> Iterator[None]:
     """Remove the mpu that an engine leaves in DeepSpeed's globals."""
     before = {name: getattr(groups, name) for name in _KEPT}
@@ -64,6 +50,16 @@ def mpu_forgotten() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(groups, name, value)
+
+
+@contextmanager
+def auto_tp(size: int) -> Iterator[None]:
+    """DeepSpeed's module-level groups as AutoTP of this size finds them; gone afterwards."""
+    tensor, data = group_of(neighbours(size)), group_of(across(size))
+    with mpu_forgotten():
+        groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = tensor
+        groups._DATA_PARALLEL_GROUP = data
+        yield
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 from ds_ckpt.lab.measure.worker import EngineRun, Worker, of_ids
-from ds_ckpt.lab.workload import Corpus
 from tests.distributed.pool import ranks
 
 SHAPE = {"hidden_size": 32, "layers": 1, "intermediate_size": 64, "heads": 2}
@@ -74,7 +73,7 @@ def _trials(folder: str) -> None:
     """Measure two configurations: repetition 0 alone, 1 beside another program's traffic."""
     shape = {**SHAPE, "hidden_size": 128, "intermediate_size": 344}
     spec = Spec("loopback", hosts=1, slots=2, batch=1, tokens=8, steps=2, shape=shape)
-    worker = Worker(spec, Corpus("", bytes(range(256)) * 4, b""), MagicMock(folder=Path(folder)))
+    worker = Worker(spec, MagicMock(folder=Path(folder)))
     for name in ("block/dense", "block/topk"):
         one = EngineRun(Configuration.of(name), spec)
         for repetition in (0, 1):

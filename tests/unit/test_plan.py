@@ -20,6 +20,7 @@ from ds_ckpt.activation import (
 from ds_ckpt.activation.blocks import gates
 from ds_ckpt.errors import ConfigError
 from tests.architectures import ARCHITECTURES, batch, build
+from tests.unit.estimate_models import Stack
 
 ATTENTION = {
     "gpt2": ["attn"],
@@ -52,48 +53,30 @@ def test_attention_and_mlp_are_found_by_what_they_are_called(kind: str) -> None:
     assert _tails(model, "mlp") == set(MLP.get(kind, ["mlp"]))
 
 
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: int = 5) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Odd() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_parts_that_cannot_be_found_must_be_named(kind: Any) -> None:
-    policy = Policy(PolicySettings("none"), (Rule("1-2", PolicySettings(kind)),), modules=("Odd",))
+    policy = Policy(
+        PolicySettings("none"), (Rule("1-2", PolicySettings(kind)),), modules=("Mixer",)
+    )
     with pytest.raises(ConfigError) as caught:
-        make_plan(Model(), policy)
+        make_plan(Stack(5), policy)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.activation.rules[0].policy"
     assert '"modules"' in problem.remedy
-    named = make_plan(Model(), Policy(PolicySettings(kind), modules=("layers.*.a",)))
-    assert [u.blocks[0].name for u in named] == [f"layers.{i}.a" for i in range(5)]
+    named = make_plan(Stack(5), Policy(PolicySettings(kind), modules=("layers.*.up",)))
+    assert [u.blocks[0].name for u in named] == [f"layers.{i}.up" for i in range(5)]
 
 
 @given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
 def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
-    model = Model(blocks)
+    model = Stack(blocks)
     units = make_plan(
-        model, Policy(PolicySettings("segments", segment_size=size), modules=("Odd",))
+        model, Policy(PolicySettings("segments", segment_size=size), modules=("Mixer",))
     )
     names = [b.name for u in units for b in u.blocks]
     assert names == [f"layers.{i}" for i in range(blocks)]
     assert all(len(u.blocks) == size for u in units[:-1])
-    units = make_plan(model, Policy(PolicySettings("every_n", every_n=every), modules=("Odd",)))
+    units = make_plan(model, Policy(PolicySettings("every_n", every_n=every), modules=("Mixer",)))
     assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
 
 
@@ -109,7 +92,7 @@ def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every:
     ],
 )
 def test_segments_by_their_number(blocks: int, how: dict[str, Any], sizes: list[int]) -> None:
-    units = make_plan(Model(blocks), Policy(PolicySettings("segments", **how), modules=("Odd",)))
+    units = make_plan(Stack(blocks), Policy(PolicySettings("segments", **how), modules=("Mixer",)))
     assert [len(unit.blocks) for unit in units] == sizes
     assert [b.name for u in units for b in u.blocks] == [f"layers.{i}" for i in range(blocks)]
 
@@ -127,7 +110,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
         Rule("layers.[12]", PolicySettings("selective", save_ops=("aten.mm",))),
         Rule("4", PolicySettings("segments")),
     )
-    units = make_plan(Model(), Policy(PolicySettings("block"), rules, modules=("Odd",)))
+    units = make_plan(Stack(5), Policy(PolicySettings("block"), rules, modules=("Mixer",)))
     found = [([b.name for b in u.blocks], u.save_ops) for u in units]
     assert found == [(["layers.2"], ("aten.mm",)), (["layers.3"], ()), (["layers.4"], ())]
 
@@ -141,9 +124,9 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
     ],
 )
 def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str, why: str) -> None:
-    policy = Policy(rules=tuple(Rule(r, PolicySettings("none")) for r in rules), modules=("Odd",))
+    policy = Policy(rules=tuple(Rule(r, PolicySettings("none")) for r in rules), modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
-        make_plan(Model(), policy)
+        make_plan(Stack(5), policy)
     (problem,) = caught.value.problems
     assert problem.where == f"$.ds_ckpt.activation.{where}.match"
     assert why in problem.why
@@ -151,7 +134,7 @@ def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str,
 
 
 def _selective(*save_ops: str) -> Policy:
-    return Policy(PolicySettings("selective", save_ops=save_ops), modules=("Odd",))
+    return Policy(PolicySettings("selective", save_ops=save_ops), modules=("Mixer",))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +150,7 @@ def _selective(*save_ops: str) -> Policy:
     ],
 )
 def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> None:
-    model = Model()
+    model = Stack(5)
     with pytest.raises(ConfigError) as caught:
         CheckpointedBlocks(model, policy=_selective("aten.addmm+" + name))
     (problem,) = caught.value.problems

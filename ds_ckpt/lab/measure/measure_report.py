@@ -222,7 +222,6 @@ class Report:
             ["repetitions", f"{spec.repetitions}, {trial}"],
             ["model", f"{spec.model or spec.shape or 'Llama'}, {'bf16' if spec.bf16 else 'fp32'}"],
         ]
-        rows.append(["text", spec.text or "Python's documentation"])
         for run in self.runs:
             rows.append([run["started_utc"], run["command"]])
             for name in ("machine", "versions"):

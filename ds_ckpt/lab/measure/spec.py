@@ -113,7 +113,6 @@ class Spec:
     warm_up: int = 3
     seed: int = 1
     shape: dict[str, int] = field(default_factory=dict)
-    text: str | None = None
     model: str | None = None
     demo: bool = False
 
@@ -253,7 +252,7 @@ def check(spec: Spec) -> None:
     if spec.processes < 2:
         wrong("--hosts, --slots", layout, "a single rank exchanges nothing", "use at least 2")
     if spec.model is not None and (spec.shape or _is_callable(spec.model)):
-        why = "measure trains Hugging Face models on text, and --shape is the built-in Llama's"
+        why = "measure trains Hugging Face models on tokens, and --shape is the built-in Llama's"
         wrong("--model, --shape", spec.model, why, "name a configuration, without --shape")
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")

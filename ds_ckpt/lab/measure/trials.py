@@ -125,8 +125,6 @@ def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> No
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise refuse("which holds something else", "a run needs a folder of its own")
         folder.mkdir(parents=True, exist_ok=True)
-        text = workload.file_corpus(Path(spec.text)) if spec.text else workload.embedded_corpus()
-        text.save(folder / "corpus")
     else:
         there, store = Spec.load(folder), Store(folder)
         more = spec.repetitions >= there.repetitions
