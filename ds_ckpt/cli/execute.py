@@ -43,10 +43,15 @@ def execute(
         with environment.reported_compiling():
             code = _run(command, variables)
         if not reached.exists():
+            why = f"The command failed before, with exit status {code}."
+            if code == 0:
+                why = (
+                    "Either nothing here trains with DeepSpeed, or something replaces PYTHONPATH, "
+                    "runs python -I, -E or -S, or has its own sitecustomize.py in front."
+                )
             typer.echo(
                 "ds-ckpt exec: no process on this node called deepspeed.initialize with the "
-                "plugin. Either nothing here trains with DeepSpeed, or something replaces "
-                "PYTHONPATH, runs python -I, -E or -S, or has its own sitecustomize.py in front.",
+                f"plugin. {why}",
                 err=True,
             )
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
