@@ -158,7 +158,7 @@ def test_the_module_gets_its_job_and_sends_events_also_before_a_failure(tmp_path
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_silence_ends_what_is_launched(tmp_path, monkeypatch, begins) -> None:
     monkeypatch.setattr("ds_ckpt.lab.hosts.heartbeat.START_S", 60.0 if begins else 4.0)
-    hosts = Hosts("process.beat()\n" * begins + "time.sleep(600)")
+    hosts = Hosts("process.beat()\n" * begins + "time.sleep(40)")
     with pytest.raises(LaunchError, match="and all nodes answer") as caught:
         launch(hosts, "m", {}, tmp_path, stall_s=1.0)
     words = str(caught.value)
