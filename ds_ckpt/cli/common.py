@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -61,13 +62,27 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_full(error: OSError) -> str:
+    """Describe a full disk on one line."""
+    where = f" for {error.filename}" * bool(error.filename)
+    return f"{error.strerror}{where}: free some, then run the same command again"
+
+
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an error of this package without a traceback and exit with code 1."""
+    """Print an error of this package, or a full disk, without a traceback and exit with code 1."""
     from ds_ckpt.errors import DsCkptError
 
     try:
         yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        typer.echo(disk_full(error), err=True)
+        raise typer.Exit(1) from None
     except DsCkptError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

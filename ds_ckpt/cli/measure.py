@@ -113,7 +113,6 @@ def measure(
         where: Where = "emulated"
         nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
         ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
-        launching = {"--hosts": "hosts", "--port": "port"}
         reasons: list[str] = [] if on_loopback or hostfile else missing()
         if hostfile is not None:
             refuse_options(context, nodes, "the hostfile decides it")
@@ -121,7 +120,9 @@ def measure(
             hosts, slots = len(machines.names), next(iter(machines.counts.values()))
             where, place = "hostfile", nullcontext(machines)
         elif on_loopback or reasons:
-            refuse_options(context, ssh | launching, "this runs on loopback")
+            refuse_options(context, ssh | {"--hosts": "hosts"}, "this runs on loopback")
+            if "port" in given:
+                console.print("--port is ignored: loopback takes a free port.", highlight=False)
             if reasons:
                 console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
             hosts, slots = 1, slots if "slots" in given else 2

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from ds_ckpt.cli.common import DISK_FULL, disk_full
+
 FAILED = 3
 """Exit code without a verdict."""
 
@@ -76,6 +78,9 @@ def validate_accuracy(
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to continue", err=True)
         raise typer.Exit(130) from None
-    except Exception:  # exit code 1 would be read as a verdict
-        traceback.print_exc()
+    except Exception as error:  # exit code 1 would be read as a verdict
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            typer.echo(disk_full(error), err=True)
+        else:
+            traceback.print_exc()
     raise typer.Exit(FAILED)

@@ -24,6 +24,9 @@ class _NotStrict(NamedTuple):
     remedy: str
 
 
+_WRITE = 'write {"zero_optimization": {"stage": 3}, ...}'
+
+
 def load_file(path: str | Path) -> dict[str, Any]:
     """Return the file's JSON object; ConfigError if it is unreadable or not strict JSON."""
     name = str(path)
@@ -38,19 +41,19 @@ def load_file(path: str | Path) -> dict[str, Any]:
         problems = [Problem(name, "no readable file", why, "give the path of a DeepSpeed file")]
     except json.JSONDecodeError as error:
         found = show(text[error.pos :].split("\n")[0][:40]) if text[error.pos :] else "the end"
-        found = found if text.strip() else "an empty file"
         remedy = (
             "correct it: strict JSON is UTF-8 in double quotes, without comments, trailing commas, "
             "a byte order mark, and Python's True, False and None"
         )
-        where = f"{name}:{error.lineno}:{error.colno}"
-        problems = [Problem(where, found, f"not strict JSON: {error.msg.lower()}", remedy)]
+        where, why = f"{name}:{error.lineno}:{error.colno}", f"not strict JSON: {error.msg.lower()}"
+        if not text.strip():
+            where, found, why, remedy = name, "an empty file", "nothing was saved in it", _WRITE
+        problems = [Problem(where, found, why, remedy)]
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError included
         problems = [Problem(name, "no JSON", str(error)[:200], "save the file as JSON in UTF-8")]
     if not problems and not isinstance(data, dict):
         why = "a DeepSpeed configuration is one JSON object"
-        remedy = 'write {"zero_optimization": {"stage": 3}, ...}'
-        problems = [Problem("$", show(data), why, remedy)]
+        problems = [Problem("$", show(data), why, _WRITE)]
     if problems:
         raise ConfigError(problems, headline=f"{name} cannot be used")
     return dict(data)

@@ -252,6 +252,11 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(join("$", str(key)), show(value), why, f'rename it to "{section}"')
 
 
+_NARROW = 512
+"""Matrices below this width are not worth a condition."""
+_UNSAVED = "nothing is compressed in square matrices of {0} x {0} entries or less"
+
+
 def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield conditions that only a start checks: of the model, the script, ranks and nodes."""
     activation, compression, weights = plugin.activation, plugin.compression, plugin.weights
@@ -266,8 +271,11 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     kind = str(lookup(config, ("optimizer", "type"))).lower()
     compiled = kind in _COMPILED and not lookup(config, ("optimizer", "params", "torch_adam"))
     monitors = (key for key in _MONITORS if _ON(lookup(config, (key, "enabled"))))
+    rank = lookup(config, ("ds_ckpt", "compression", "powersgd", "rank"))
+    narrow = 8 * (rank or 0) * (compression.method == "powersgd")
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
+        (attaches and config.get("pipeline"), "$.pipeline", "a PipelineModule's engine is refused"),
         (attaches, OURS, "all ranks attach, to engines with ZeRO's optimizer and no pipeline"),
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
         (activation.planned, f"{OURS}.activation", "the first batch decides if a plan fits"),
@@ -275,6 +283,7 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
         (split and not written, f"{DEEPSPEEDS}.partition_activations", f"{needs} or is ignored"),
         (compresses, f"{OURS}.compression", "kernels must run, and residuals fit into memory"),
         (compression.rules, f"{OURS}.compression.rules", "each must match parameters"),
+        (narrow > _NARROW, f"{OURS}.compression.powersgd.rank", _UNSAVED.format(narrow)),
         (two_levels, f"{OURS}.compression.exchange.levels", "2 needs nodes of equally many ranks"),
         (weights.resident, f"{OURS}.weights.resident", f"{nodes} equally many ranks, and memory"),
         (lossless, f"{OURS}.weights.deltas", f"{nodes} 16-bit weights"),

@@ -84,17 +84,24 @@ def _check_engine_rules(settings: Any) -> None:
     if zero.stage and untested and not settings.zero_allow_untested_optimizer:
         raise ValueError(f'ZeRO with {name} needs "zero_allow_untested_optimizer": true')
     weights = [torch.nn.Parameter(torch.zeros(1))]
-    optimizer = _build(*_optimizer_of(settings), weights) or torch.optim.AdamW(weights)
+    optimizer = _build(*_optimizer_of(settings), weights)
     places = (lr_schedules, torch.optim.lr_scheduler)
     place = next((place for place in places if schedule and hasattr(place, schedule)), None)
     if schedule and place is None:
         raise ValueError(f"DeepSpeed does not recognize the scheduler {schedule}")
-    _build(getattr(place, schedule or "", None), settings.scheduler_params, optimizer)
+    if schedule:
+        _build(getattr(place, schedule), settings.scheduler_params, optimizer or _AdamW(weights))
     if zero.stage == 3 and zero.reduce_scatter:
         if settings.gradient_predivide_factor != 1.0 or settings.prescale_gradients:
             raise ValueError("ZeRO-3 with reduce_scatter does not scale gradients beforehand")
         if name == "muon":
             raise ValueError("Muon and reduce_scatter cannot be used together")
+
+
+class _AdamW(torch.optim.AdamW):
+    """Skips the decorator that would import torch's compiler, which takes a second."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def _optimizer_of(settings: Any) -> tuple[Any, dict[str, Any]]:

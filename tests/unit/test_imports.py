@@ -40,7 +40,7 @@ VALIDATE = (
         (f"{USE_ALL}; import torch; assert not torch.cuda.is_initialized()", "transformers"),
         ("import ds_ckpt.config", "deepspeed transformers typer"),
         ("import ds_ckpt.compression", "deepspeed"),
-        (VALIDATE, "transformers"),
+        (VALIDATE, "transformers torch._dynamo sympy scipy"),
     ],
 )
 @pytest.mark.sampled(2)

@@ -53,6 +53,8 @@ def test_a_run_goes_on_only_with_its_settings_versions_and_machines(tmp_path, mo
     for _ in range(2):
         with pytest.raises(HostError):
             begin()
+    with trials._reserved(folder), pytest.raises(ConfigError, match="another command measures"):
+        begin()
     with pytest.raises(HostError):
         begin(repetitions=2)
     assert [len(job["trials"]) for job in launched] == [8, 7, 14]

@@ -69,14 +69,17 @@ def test_batch_sizes_are_checked_for_a_stated_number_of_ranks(tmp_path: Path) ->
 def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     keys = (
         'train_micro_batch_size_per_gpu="auto" d.partition_activations=true w.resident=true '
-        'w.deltas=lossless c.method=topk c.exchange.levels=2 a.policy=block a.modules=["B"]'
+        "w.deltas=lossless c.method=powersgd c.powersgd.rank=1000 c.exchange.levels=2 "
+        'a.policy=block a.modules=["B"] pipeline.stages=2'
     )
     found = [line.partition(": ")[0] for line in answer(tmp_path, config_of(keys))["conditions"]]
     assert found == [
+        "$.pipeline",
         "$.ds_ckpt",
         "$.ds_ckpt.activation",
         "$.activation_checkpointing.partition_activations",
         "$.ds_ckpt.compression",
+        "$.ds_ckpt.compression.powersgd.rank",
         "$.ds_ckpt.compression.exchange.levels",
         "$.ds_ckpt.weights.resident",
         "$.ds_ckpt.weights.deltas",

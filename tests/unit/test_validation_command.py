@@ -1,9 +1,12 @@
 """`ds-ckpt validate-accuracy` from options to exit code, with a model of a few thousand weights."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -113,13 +116,16 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
 
 
 def test_an_unexpected_error_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(experiment, "train", fails)
+    train = Mock(side_effect=RuntimeError("out of memory"))
+    monkeypatch.setattr(experiment, "train", train)
     found = validate(tmp_path / "out", [FOUR_BITS], *SHORT)
     assert found.exit_code == 3
     assert "out of memory" in found.output
+    train.side_effect = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    found = validate(tmp_path / "out", [FOUR_BITS], *SHORT)
+    assert found.exit_code == 3
+    assert found.output.splitlines()[-1].startswith("No space left on device: free some")
+    assert "Traceback" not in found.output
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "verdicts.json").write_text("{}}")  # found out before training
     found = validate(tmp_path / "out", [FOUR_BITS], *SHORT)

@@ -136,7 +136,7 @@ class Hardware:
             try:
                 pairs = Links.load(links).pairs
             except ValueError as error:
-                remedy = "make it: ds-ckpt probe --output FILE"
+                remedy = "make it: ds-ckpt probe --hostfile HOSTFILE --output FILE"
                 self.wrong(str(links), "no links", str(error), remedy)
             else:
                 source = f"measured: the slowest pair in {links.name}"

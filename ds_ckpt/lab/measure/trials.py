@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,9 +49,9 @@ def measure(
     """
     until = time.time() + budget_s
     folder = path.absolute()  # the launched processes work in it
-    _prepare(spec, folder, backend, console)
-    console.print(f"{backend.describe()}.", highlight=False)
-    with signals_as_exit():
+    with signals_as_exit(), _reserved(folder):
+        _prepare(spec, folder, backend, console)
+        console.print(f"{backend.describe()}.", highlight=False)
         check_hosts(backend)
         for job in jobs(spec, {sample.key for sample in Store(folder).read()}):
             backend.set_rate(job["rate"])
@@ -112,29 +113,51 @@ def _printer(
     return show
 
 
+def _refusal(folder: Path, found: str, why: str) -> ConfigError:
+    problem = Problem("--output", f"{folder}, {found}", why, "name another folder")
+    return ConfigError(problem, headline="this folder cannot be used")
+
+
+@contextlib.contextmanager
+def _reserved(folder: Path) -> Iterator[None]:
+    """Make the folder, and lock it as long as this process lives."""
+    if folder.exists() and not folder.is_dir():
+        raise _refusal(folder, "which is a file", "a run needs a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _refusal(
+                folder, "in which another command measures", "it would mix both"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _prepare(spec: Spec, folder: Path, backend: Backend, console: Console) -> None:
-    """Make the folder, or check that the run in it can be continued; log the command."""
-
-    def refuse(found: str, why: str) -> ConfigError:
-        problem = Problem("--output", f"{folder}, {found}", why, "name another folder")
-        return ConfigError(problem, headline="this folder cannot be used")
-
+    """Begin a run, or check that the run in the folder can be continued; log the command."""
     why = "samples of different experiments, machines or versions cannot be combined"
     now, runs = _surroundings(backend), read_runs(folder)
     if not (folder / SPEC).exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise refuse("which holds something else", "a run needs a folder of its own")
-        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise _refusal(folder, "which holds something else", "a run needs a folder of its own")
     else:
         there, store = Spec.load(folder), Store(folder)
         more = spec.repetitions >= there.repetitions
         if not more or replace(there, repetitions=spec.repetitions) != spec:
-            raise refuse("which holds a run with other settings (only --repetitions may grow)", why)
+            found = "which holds a run with other settings (only --repetitions may grow)"
+            raise _refusal(folder, found, why)
         store.truncate_partial()
         count = len(store.read())
         for name, value in now.items() if count and runs else ():
             if runs[-1][name] != value:
-                raise refuse(f"whose {name} was {runs[-1][name]} and is now {value}", why)
+                found = f"whose {name} was {runs[-1][name]} and is now {value}"
+                raise _refusal(folder, found, why)
         console.print(f"Continuing: {count} records exist.", highlight=False)
     spec.save(folder)
     entry = {
