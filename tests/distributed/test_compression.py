@@ -450,6 +450,8 @@ def test_residuals_are_divided_by_the_ranks_of_a_node(share: float, between: str
     held, whole, summary = _entries_held(SECTIONS["4 bits"])
     assert held == pytest.approx(share * whole, rel=0.02 if share < 1 else 0)
     assert f"gradient bytes between {between}" in summary
+    wide = topk_section(method="powersgd", powersgd={"rank": 1000})
+    assert "nothing is saved" in _entries_held(wide)[2]
 
 
 @pytest.mark.parametrize(
