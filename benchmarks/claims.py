@@ -163,7 +163,7 @@ def _attention_weights(made: Any, blocks: Any) -> tuple[int, int]:
             super()._ran(operator)
             name = operator.func._schema.name.removeprefix("aten::")
             number, out = self.storages.number, operator.out
-            if self.where.place.phase != "forward" or self.where.place.block == OUTSIDE:
+            if self.phase != "forward" or self.where.place[0] == OUTSIDE:
                 return
             if name.startswith(("_scaled_dot_product_", "_flash_attention")):
                 query, key = operator.args[0], operator.args[1]

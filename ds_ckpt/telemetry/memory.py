@@ -1,4 +1,4 @@
-"""Memory of a step: storages that autograd saves, storages that are alive, and the step's position.
+"""Memory of a step: storages that autograd saves, storages that are alive, and the running module.
 
 All accept real, fake and meta tensors and never read values. A storage counts once, however many
 tensors share it. Not counted: memory that kernels use inside, and the allocator's fragmentation.
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from ds_ckpt.telemetry.timings import Spans
 
 Storage = int
 """Number of a storage; never used twice."""
-Phase = Literal["forward", "recompute", "backward"]
 OUTSIDE = "(outside blocks)"
 NO_WORK = frozenset({torch.ops.prim.device.default})
 """Calls that reach dispatch modes and are not operators."""
@@ -217,7 +216,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Storages that an operator is given and none has made (weights, inputs) do not count, nor those
     that are made while `counts` returns False. `operator` is called with every operator. `saved` is
-    to be entered around the forward; `peak_place` is the result of `place` at the peak.
+    to be entered around the forward.
     """
 
     def __init__(
@@ -225,17 +224,15 @@ class MemoryTracker(TorchDispatchMode):
         model: nn.Module,
         *,
         counts: Callable[[], bool] = lambda: True,
-        place: Callable[[], Any] = lambda: None,
         operator: Callable[[Operator], None] | None = None,
         noted: Noted | None = None,
     ) -> None:
         super().__init__()
         self.storages = Storages(self._freed)
         self.saved = SavedActivations(model, noted, self.storages)
-        self._counts, self._place, self._operator = counts, place, operator
+        self._counts, self._operator = counts, operator
         self._counted: dict[Storage, int] = {}
         self.live_bytes = self.peak_bytes = 0
-        self.peak_place: Any = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -257,8 +254,7 @@ class MemoryTracker(TorchDispatchMode):
         is_new = _key(tensor) not in map(_key, given)
         self._counted[number] = self.storages.bytes[number] if is_new and self._counts() else 0
         self.live_bytes += self._counted[number]
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_place = self.live_bytes, self._place()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _freed(self, number: Storage) -> None:
         self.live_bytes -= self._counted.pop(number, 0)
@@ -277,17 +273,8 @@ def activations_tracker(model: nn.Module, spans: Spans) -> MemoryTracker:
     return MemoryTracker(model, counts=counts)
 
 
-@dataclass(frozen=True)
-class Position:
-    """Position in a step."""
-
-    phase: Phase
-    block: str
-    part: str = "other"
-
-
 class ModuleTracker(module_tracker.ModuleTracker):
-    """Context manager around one forward and backward that follows the position in the step.
+    """Context manager around a forward that follows the block and the part that run.
 
     `parts` has name and module of the parts of each block; the first that runs wins.
     """
@@ -304,52 +291,11 @@ class ModuleTracker(module_tracker.ModuleTracker):
             names[block]: (name, [(part, names[m]) for part, m in parts[name] if m is not block])
             for name, block in blocks.items()
         }
-        self._is_recomputing = False
-        self._calls: list[str] = []
-        """Blocks of the checkpointed calls that are open, outermost first."""
 
     @property
-    def place(self) -> Position:
-        """The current position."""
-        phase: Phase = "backward" if self.is_bw else "forward"
-        if self._is_recomputing:
-            phase = "recompute"
+    def place(self) -> tuple[str, str]:
+        """The running block and its part."""
         for running, (block, parts) in self._blocks.items():
             if running in self.parents:
-                part = next((part for part, name in parts if name in self.parents), "other")
-                return Position(phase, block, part)
-        return Position(phase, OUTSIDE)
-
-    @property
-    def saving_place(self) -> Position:
-        """The place that a tensor saved now belongs to."""
-        return Position("forward", self._calls[-1], "checkpointed") if self._calls else self.place
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Surround a recomputation; an early stop leaves it with an exception."""
-        parents, hooks = set(self.parents), len(self._hooks)
-        self._is_recomputing = True
-        try:
-            yield
-        finally:
-            self._is_recomputing, self.parents = False, parents
-            for hook in self._hooks[hooks:]:  # they would keep the recomputed graph alive
-                hook.remove()
-            del self._hooks[hooks:]
-
-    def around(
-        self,
-        label: str,
-        checkpointed: Callable[..., Any],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a checkpointed call; what is saved in it is kept for its recomputation."""
-        names = (name for name, _ in self._blocks.values())
-        self._calls.append(next((n for n in names if f"{label}.".startswith(f"{n}.")), OUTSIDE))
-        try:
-            return checkpointed(function, *args, **kwargs)
-        finally:
-            self._calls.pop()
+                return block, next((part for part, name in parts if name in self.parents), "other")
+        return OUTSIDE, "other"

@@ -103,41 +103,20 @@ def test_live_memory_counts_on_every_kind_of_tensor(kind: str) -> None:
     assert (tracker.live_bytes, tracker.peak_bytes) == (z.nbytes, 3 * z.nbytes)
 
 
-def test_the_place_follows_blocks_parts_and_phases() -> None:
+def test_the_place_follows_blocks_and_parts() -> None:
     model, x = Stack(layers=2), _input()
     blocks = {f"layers.{i}": model.layers[i] for i in range(2)}
     gelus = {name: [("mlp", block[1])] for name, block in blocks.items()}
     where = memory.ModuleTracker(model, blocks, gelus)
-    seen: list[tuple[str, memory.Position]] = []
-    tracker = memory.MemoryTracker(
-        model, operator=lambda op: seen.append((op.func._schema.name, where.place))
-    )
-    with where, tracker:
-        loss = model(x)
-        loss.backward()
-        with where.recomputing():
-            model.layers[1](x)
+    seen: list[tuple[str, tuple[str, str]]] = []
+    with (
+        where,
+        memory.MemoryTracker(
+            model, operator=lambda op: seen.append((op.func._schema.name, where.place))
+        ),
+    ):
+        model(x)
     places = {name: [p for n, p in seen if n == f"aten::{name}"] for name in ("gelu", "pow")}
-    assert places["gelu"] == [
-        memory.Position("forward", "layers.0", "mlp"),
-        memory.Position("forward", "layers.1", "mlp"),
-        memory.Position("recompute", "layers.1", "mlp"),
-    ]
-    assert places["pow"][0] == memory.Position("forward", memory.OUTSIDE)
-    backward = [p.block for n, p in seen if n == "aten::gelu_backward"]
-    assert backward == ["layers.1", "layers.0"]
+    assert places["gelu"] == [("layers.0", "mlp"), ("layers.1", "mlp")]
+    assert places["pow"][0] == (memory.OUTSIDE, "other")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_tensors_of_a_checkpointed_call_belong_to_its_block() -> None:
-    model = Stack(layers=2)
-    blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    where = memory.ModuleTracker(model, blocks, dict.fromkeys(blocks, ()))
-
-    def kept(*_: Any) -> memory.Position:
-        return where.saving_place
-
-    with where:
-        inside = where.around("layers.1.0", lambda f, *args: f(*args), kept, (_input(),), {})
-    assert inside == memory.Position("forward", "layers.1", "checkpointed")
-    assert where.saving_place == memory.Position("forward", memory.OUTSIDE)

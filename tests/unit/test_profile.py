@@ -96,9 +96,7 @@ def test_work_and_bytes_of_a_step_by_hand() -> None:
     # the input, GELU's input and result; `square` keeps the last result
     assert sum(none.blocks["layers.2"].values()) == rows + 2 * 4 * rows
     assert sum(none.blocks[OUTSIDE].values()) == rows
-    held = block.blocks["layers.2"]
-    assert held["checkpointed"] == sum(held.values()) == rows
-    assert (none.peak_phase, none.peak_block) == ("backward", "layers.3")
+    assert sum(block.blocks["layers.2"].values()) == rows
     assert block.peak_bytes < none.peak_bytes
 
 
@@ -137,7 +135,6 @@ def test_a_recompute_can_be_the_peak() -> None:
     subject = Subject("wide", lambda _: (torch.nn.Sequential(Wide(), Wide()), torch.randn(1000)))
     wanted = {"block": {"policy": "block", "modules": ["Wide"]}}
     (footprint,) = profiling.footprints(subject, 1, wanted, ["Wide"])
-    assert footprint.peak_phase in ("recompute", "backward")
     assert footprint.peak_bytes > 20 * 4000
 
 
@@ -180,7 +177,7 @@ def test_findings_and_their_configuration(measured, limit, found) -> None:
 def test_the_best_is_the_largest_batch_that_fits(measured: profiling.Profile) -> None:
     def step(policy: str, batch: int, peak: int) -> profiling.Footprint:
         work = Work(1, 10 * batch + (policy == "block"), 1)
-        args = (batch, 10, peak, {}, peak, "forward", "a", work, work, work)
+        args = (batch, 10, peak, {}, peak, work, work, work)
         return profiling.Footprint(policy, None, *args)  # type: ignore[arg-type]
 
     steps = (step("none", 1, 100), step("none", 4, 400), step("block", 4, 40), step("block", 8, 80))

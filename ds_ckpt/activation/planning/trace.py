@@ -12,14 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ckpt.activation.blocks import Block, attention_parts, find_blocks, is_norm, mlp_parts
-from ds_ckpt.activation.inputs import CheckpointedInputs, CheckpointedInputsConfig, build_inputs
+from ds_ckpt.activation.inputs import CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
@@ -30,13 +30,12 @@ from ds_ckpt.telemetry.memory import (
     MemoryTracker,
     ModuleTracker,
     Operator,
-    Phase,
-    Position,
     SavedActivations,
     Storage,
     tensors_in,
 )
 
+Phase = Literal["forward", "recompute", "backward"]
 NO_STORAGE = -1
 """Number for a tensor without a storage of its own (sparse)."""
 
@@ -274,7 +273,7 @@ class _TracedStore(InputStore):
 
 
 class StepTrace(MemoryTracker):
-    """Bytes, operators and FLOPs of one forward and backward, by phase, block and part.
+    """Operators and FLOPs of one forward and backward, by phase; saved bytes, by block and part.
 
     `offloaded_bytes` went to host memory, and came back.
     """
@@ -283,22 +282,20 @@ class StepTrace(MemoryTracker):
         self.where = ModuleTracker(
             model, {b.name: b.module for b in blocks}, {b.name: list(_parts_of(b)) for b in blocks}
         )
-        super().__init__(
-            model, place=lambda: self.where.place, operator=self._ran, noted=self._noted
-        )
+        super().__init__(model, operator=self._ran, noted=self._noted)
         self._model = model
-        self.work: defaultdict[Position, Work] = defaultdict(Work)
-        self._saved_at: dict[Storage, Position] = {}
+        self.phase: Phase = "backward"
+        self.work: defaultdict[Phase, Work] = defaultdict(Work)
+        self._saved_at: dict[Storage, tuple[str, str]] = {}
         self.offloaded_bytes = 0
 
-    def __enter__(self) -> StepTrace:
-        self.where.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.where.__exit__(*error)
+    @contextmanager
+    def _during(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def run(
         self,
@@ -321,13 +318,14 @@ class StepTrace(MemoryTracker):
                 next((p.device for p in self._model.parameters()), torch.device("cpu")),
                 make_store=functools.partial(_TracedStore, self.saved),
             )
-            scopes, around = [self.where.recomputing], functools.partial(self._around, hooks)
+            scopes = [functools.partial(self._during, "recompute")]
+            around = hooks.around if hooks else None
             checkpointing = CheckpointedBlocks(
                 self._model, scopes=scopes, units=units, around=around
             )
         try:
             with gradients_dropped(self._model), self:
-                with self.saved:
+                with self.saved, self.where, self._during("forward"):
                     result = forward()
                 loss = getattr(result, "loss", None)
                 leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
@@ -339,38 +337,18 @@ class StepTrace(MemoryTracker):
         self.offloaded_bytes = hooks.store.counters.out_bytes.total() if hooks else 0
         return self
 
-    def _around(
-        self,
-        hooks: CheckpointedInputs | None,
-        label: str,
-        checkpointed: Callable[..., Any] | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if hooks is None:
-            assert checkpointed is not None, "build_inputs makes the hooks of offloaded blocks"
-            return self.where.around(label, checkpointed, function, args, kwargs)
-        if checkpointed is None:
-            return hooks.around(label, None, function, args, kwargs)
-
-        def hooked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return hooks.around(label, checkpointed, function, args, kwargs)
-
-        return self.where.around(label, hooked, function, args, kwargs)
-
     def _ran(self, operator: Operator) -> None:
         if not launches(operator.func):
             return
-        self.work[self.where.place] += Work(1, flops_of(operator), moved_bytes(operator))
+        self.work[self.phase] += Work(1, flops_of(operator), moved_bytes(operator))
 
     def _noted(self, tensor: Tensor, storage: Storage | None) -> None:
         if storage is not None:
-            self._saved_at.setdefault(storage, self.where.saving_place)
+            self._saved_at.setdefault(storage, self.where.place)
 
     def total(self, *phases: Phase) -> Work:
         """Add up the operators of some phases; without any, of the whole step."""
-        found = (w for place, w in self.work.items() if not phases or place.phase in phases)
+        found = (w for phase, w in self.work.items() if not phases or phase in phases)
         return sum(found, Work())
 
     @property
@@ -382,8 +360,7 @@ class StepTrace(MemoryTracker):
         """Saved activations by block and part; a storage counts where it was saved first."""
         found: Counter[tuple[str, str]] = Counter()
         for storage, nbytes in self.saved.held.items():
-            place = self._saved_at[storage]
-            found[place.block, place.part] += nbytes
+            found[self._saved_at[storage]] += nbytes
         return found
 
 

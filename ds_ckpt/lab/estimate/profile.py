@@ -28,7 +28,7 @@ from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory_model import Parameters, States, estimate
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
-from ds_ckpt.telemetry.memory import OUTSIDE, Phase, free_on, tensors_in
+from ds_ckpt.telemetry.memory import OUTSIDE, free_on, tensors_in
 from ds_ckpt.telemetry.timings import profiler_range
 from ds_ckpt.telemetry.units import size, times
 
@@ -71,8 +71,6 @@ class Footprint:
     held_bytes: int
     blocks: Mapping[str, Mapping[str, int]]
     peak_bytes: int
-    peak_phase: Phase
-    peak_block: str
     forward: Work
     recompute: Work
     backward: Work
@@ -95,7 +93,7 @@ class Profile:
     footprints: tuple[Footprint, ...]
     notes: tuple[str, ...]
     limit_bytes: int | None = None
-    schema: int = 4
+    schema: int = 5
 
     def total_bytes(self, footprint: Footprint) -> int:
         """Peak of a rank: states and activations in the passes, or the optimizer's step."""
@@ -208,7 +206,7 @@ def footprints(
             trace.run(lambda: run_forward(model, batch), units, settings)
         for leaf in tensors_in(batch):
             leaf.grad = None
-        held, place = trace.held_by(), trace.peak_place
+        held = trace.held_by()
         names = (*(b.name for b in blocks), OUTSIDE)
         footprint = Footprint(
             policy=policy,
@@ -216,10 +214,8 @@ def footprints(
             batch=count,
             tokens=tokens_of(batch),
             held_bytes=trace.held_bytes,
-            blocks={n: {p: held[n, p] for p in (*PARTS, "checkpointed")} for n in names},
+            blocks={n: {p: held[n, p] for p in PARTS} for n in names},
             peak_bytes=trace.peak_bytes,
-            peak_phase=place.phase if place else "forward",
-            peak_block=place.block if place else OUTSIDE,
             forward=trace.total("forward"),
             recompute=trace.total("recompute"),
             backward=trace.total("backward"),
