@@ -471,7 +471,8 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         "*Saved*: bytes that autograd keeps between forward and backward. *Peak*: the most bytes",
         "at once that a step makes. *FLOPs*: products and attention cores, relative to no policy.",
         "*All*: ZeRO-3's states of one of 8 ranks, and the peak. Fake steps are in bf16 with",
-        "the language-model head and the loss ([profile.md](profile.md) defines the numbers).",
+        "the language-model head and the loss "
+        "([plan.md](plan.md#what-a-model-costs-ds-ckpt-profile) defines the numbers).",
         "No claim here was decided on a GPU.",
     ]
     for theme, title in themes.items():

@@ -159,6 +159,7 @@ was measured. [plan.md](plan.md) compares simulated with measured steps, which r
 alone.
 
 Assumptions:
+
 - All columns train the same batch of about a million tokens per step, in bf16 with AdamW in fp32,
   on 90% of an accelerator's memory and 512 GiB of host memory per node. Only compression methods
   are used that validation found as good as uncompressed training (`--loss equal`). Each column has

@@ -1,4 +1,4 @@
-"""docs/keys.md and docs/commands.md: every key of the configuration, every option of `ds-ckpt`.
+"""docs/keys.md and docs/commands.md: every key, every option of `ds-ckpt`, and the Python API.
 
 python scripts/reference.py    # writes both
 """
@@ -104,7 +104,27 @@ def commands() -> str:
             help_ = _cell(getattr(option, "help", "") or "")
             lines.append(f"| `{shown}` | {_cell(value)} | {said} | {help_} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, PYTHON])
+
+
+PYTHON = """## Python
+Public names of `import ds_ckpt`. Everything else is in the configuration.
+
+::: ds_ckpt.engine.entry
+    options:
+      members: [initialize, attach, install, uninstall, session_of]
+      show_root_heading: false
+      show_root_toc_entry: false
+
+::: ds_ckpt.engine.session.Session
+    options:
+      members: [detach, residuals, activation_plan, offload, partition, observe]
+
+::: ds_ckpt.errors
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+"""
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
     python scripts/site_check.py [SITE]    # default: build/site; exit 1 says what is wrong
 
-Each page must raise no script error, lack no file, and be no wider than its window; links and
-anchors inside the site must lead somewhere. Needs chromium, nothing else.
+Each page must raise no script error, lack no file, and be no wider than its window. No code is cut,
+no table is wider than its column, no list is part of a paragraph. Links and anchors inside the site
+must lead somewhere. At most 20 pages. Needs chromium, nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from urllib.parse import unquote, urldefrag
 
 WIDTHS = (390, 1280)
 LIMIT_S = 240.0
+MOST_PAGES = 20
 # before all scripts of a page: what goes wrong there is told to the page around it
 WATCH = """<script>addEventListener("error", e => parent.postMessage(
   e.message || "cannot load " + (e.target.src || e.target.href), "*"), true)</script>"""
@@ -45,6 +47,17 @@ addEventListener("message", e => {
         .map(x => x.tagName.toLowerCase() + " " + x.textContent.trim().slice(0, 50));
       found.push(at + ": it is " + root.scrollWidth + " wide: " + (wide[wide.length - 1] || ""));
     }
+    const report = (selector, is_wrong, words) => {
+      for (const x of root.querySelectorAll("article " + selector))
+        if (is_wrong(x)) {
+          const text = x.textContent.trim().replace(/\\s+/g, " ");
+          found.push(at + ": " + words + ": " + text.slice(0, 60));
+        }
+    };
+    report("pre > code", x => x.scrollWidth > x.clientWidth + 1, "code is cut");
+    const column = root.querySelector("article").clientWidth;
+    report("table", x => Math.max(x.scrollWidth, x.offsetWidth) > column + 1, "a wide table");
+    report("p", x => /\\n\\s*([-*]|\\d+\\.) /.test(x.textContent), "a list in a paragraph");
   }
   fetch("/", {method: "POST", body: JSON.stringify(found)});
 })();
@@ -140,6 +153,8 @@ def seen(site: Path) -> list[str]:
 def main() -> None:
     site = Path(sys.argv[1] if len(sys.argv) > 1 else "build/site")
     wrong = broken_links(site) + seen(site)
+    if len(Server.pages) > MOST_PAGES:
+        wrong.append(f"{len(Server.pages)} pages, more than {MOST_PAGES}")
     if wrong:
         raise SystemExit("\n".join(wrong))
     print(f"{site}: {len(Server.pages)} pages seen {WIDTHS} pixels wide, no link is broken")
