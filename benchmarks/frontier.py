@@ -46,7 +46,7 @@ from ds_ckpt.engine import step as engine_step
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, WarmupBits
 from ds_ckpt.lab.validate import data as validate_data
 from ds_ckpt.lab.validate.data import Inputs, Text
-from ds_ckpt.lab.validate.runs import Outcome, train
+from ds_ckpt.lab.validate.experiment import Outcome, train
 from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.lab.validate.world import InProcessWorld, Recipe, sixteen_bit_step_bytes
 from ds_ckpt.lab.workload import Corpus, embedded_corpus, file_corpus, llama

@@ -24,7 +24,7 @@ from _own_share import OwnShareToo
 from frontier import BOTH_WAYS, SIZES, Cell, after, append, begin, one_thread, result_line, tuned
 
 from ds_ckpt.engine import step as engine_step
-from ds_ckpt.lab.validate.runs import train
+from ds_ckpt.lab.validate.experiment import train
 from ds_ckpt.lab.validate.task import Task
 from ds_ckpt.lab.validate.world import InProcessWorld
 from ds_ckpt.lab.workload import embedded_corpus, file_corpus

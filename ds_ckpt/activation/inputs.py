@@ -58,7 +58,7 @@ class CheckpointedInputs:
         `checkpointed` is None if the block is not recomputed. A block inside a block has no hooks:
         the outer call keeps its tensors, or makes them again.
         """
-        enter = checkpointed or _plainly
+        enter = checkpointed or run_plainly
         if getattr(self._local, "inside", False):
             return enter(function, *args, **kwargs)
         store, is_recomputed = self.store, checkpointed is not None
@@ -115,7 +115,8 @@ class CheckpointedInputs:
         return self.store.begin(label, self._weights.get(label))
 
 
-def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that is not checkpointed."""
     return function(*args, **kwargs)
 
 

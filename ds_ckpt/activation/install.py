@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.blocks import is_hf_layer
 from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope
+from ds_ckpt.activation.inputs import run_plainly
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
@@ -92,7 +93,9 @@ class CheckpointedBlocks:
                 has_layers = not is_hf_layer(module) and any(map(is_hf_layer, module.modules()))
                 flag = _CheckpointingFlag(before) if has_layers else False
                 self._patches.set(module, "gradient_checkpointing", flag)
-                self._patches.set_method(module, "_gradient_checkpointing_func", _plainly, _plainly)
+                self._patches.set_method(
+                    module, "_gradient_checkpointing_func", run_plainly, run_plainly
+                )
             if hasattr(module, "_set_gradient_checkpointing"):
                 # transformers' enable and disable end in it
                 self._patches.set_method(module, "_set_gradient_checkpointing", _ignore_request)
@@ -194,11 +197,6 @@ class _CheckpointingFlag:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self._before,)
-
-
-def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer of a model that reads its own flag."""
-    return function(*args, **kwargs)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ds_ckpt.activation.blocks import attention_parts, gates, mlp_parts
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry.memory import storage_key
 
 log = logging.getLogger("ds_ckpt")
 _CORES = (
@@ -213,11 +214,6 @@ def writes_to(operator: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _storage(tensor: Tensor) -> int | None:
-    strided = tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if strided else None
-
-
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -255,7 +251,7 @@ class Recording(_Mode):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
-                    self._writes[_storage(tensor)] = len(self.entries)
+                    self._writes[storage_key(tensor)] = len(self.entries)
         out = func(*args, **kwargs)
         if self._choice.wants(func):
             results, spec = tree_flatten(out)
@@ -277,10 +273,10 @@ class Recording(_Mode):
         if not self.entries:
             _warn_nothing_kept()
         kept: list[Tensor] = []
-        reachable = {_storage(t) for t in outside}
+        reachable = {storage_key(t) for t in outside}
         for index, entry in enumerate(self.entries):
             tensors = [r for r in entry.results if isinstance(r, Tensor)]
-            storages = [_storage(t) for t in tensors]
+            storages = [storage_key(t) for t in tensors]
             if (
                 (whole or entry.packs < self._packs())
                 and reachable.isdisjoint(storages)

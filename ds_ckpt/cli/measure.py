@@ -15,6 +15,7 @@ from ds_ckpt.cli.common import (
     exit_on_error,
     file_option,
     given_options,
+    parse_rate,
     refuse_options,
     split_names,
 )
@@ -108,7 +109,7 @@ def measure(
     overridden = given | {"shape"} if "model" in given else given
     preset = {k: v for k, v in DEMO_OPTIONS.items() if demo and k not in overridden}
     with exit_on_error():
-        chosen_rates = arguments.rates_of(rates) if rates is not None else None
+        chosen_rates = tuple(dict.fromkeys(map(parse_rate, rates.split(",")))) if rates else ()
         place: AbstractContextManager[Backend]
         where: Where = "emulated"
         nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}

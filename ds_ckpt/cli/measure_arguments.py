@@ -7,17 +7,12 @@ from typing import Any
 
 import typer
 
-from ds_ckpt.cli.common import parse_rate, split_names
+from ds_ckpt.cli.common import split_names
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.paths import lookup
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.measure.spec import AXES, BASELINES, SHAPE
 from ds_ckpt.lab.subject import Sizes, find_subject
-
-
-def rates_of(text: str) -> tuple[float | None, ...]:
-    """Parse `50mbit,unlimited` into Mbit/s."""
-    return tuple(dict.fromkeys(parse_rate(rate) for rate in text.split(",")))
 
 
 def sections_of(**listed: str) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:

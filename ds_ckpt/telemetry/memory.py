@@ -109,7 +109,7 @@ class Storages:
         return number
 
 
-def _key(tensor: Tensor) -> int | None:
+def storage_key(tensor: Tensor) -> int | None:
     """Return the address of the tensor's storage; None for sparse tensors."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
@@ -193,10 +193,10 @@ class SavedActivations:
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Compare storages at every save: ZeRO-3 gives a parameter another one at each gather."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None:
             return isinstance(tensor, nn.Parameter)
-        return any(_key(parameter) == key for parameter in self._parameters)
+        return any(storage_key(parameter) == key for parameter in self._parameters)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _count(self, number: Storage, tensor: Tensor, given: Sequence[Tensor]) -> None:
-        is_new = _key(tensor) not in map(_key, given)
+        is_new = storage_key(tensor) not in map(storage_key, given)
         self._counted[number] = self.storages.bytes[number] if is_new and self._counts() else 0
         self.live_bytes += self._counted[number]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -7,11 +7,12 @@ drops it between steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 HOST_COPY = "a node's copy of the weights, this rank's part"
 
@@ -65,7 +66,7 @@ def resident_bytes(engine: Any, blocks: Sequence[nn.Module]) -> dict[str, int]:
     found = {
         "weights, this rank's part": _sum((p.ds_tensor for p in parameters), device, seen),
         "master weights": _sum(optimizer.fp32_partitioned_groups_flat, device, seen),
-        "optimizer state": _sum(_state(optimizer.optimizer), device, seen),
+        "optimizer state": _sum(tree_leaves(dict(optimizer.optimizer.state)), device, seen),
         "gradients, this rank's part": _sum([optimizer.grad_partitions_flat_buffer], device, seen),
         "weights that stay gathered": sum(
             p.ds_numel * p.element_size() for p in offload.persistent_parameters
@@ -92,15 +93,10 @@ def _host_copy(param: Any) -> int:
     return host_copy_bytes([param.ds_numel], hosts * per_host, per_host, param.element_size())
 
 
-def _state(optimizer: Any) -> Iterator[Tensor]:
-    for values in optimizer.state.values():
-        yield from (v for v in values.values() if isinstance(v, Tensor))
-
-
-def _sum(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
+def _sum(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        if tensor is None or tensor.device.type != device.type:
+        if not isinstance(tensor, Tensor) or tensor.device.type != device.type:
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:

@@ -357,9 +357,9 @@ class WeightsHook:
         with self._counters.span("pack"):
             packet = self.codec.encode(held, master)
         updated = held.split([piece.size for piece in chunk])
-        _copy(updated, shards)
+        torch._foreach_copy_(shards, updated)
         if (rank := self.layout.rank) in self.layout.replicated:
-            _copy(updated, [self._replica(piece.param, rank) for piece in chunk])
+            torch._foreach_copy_([self._replica(piece.param, rank) for piece in chunk], updated)
         return packet
 
     def preallocate(self, *, sends: bool) -> None:
@@ -407,7 +407,7 @@ class WeightsHook:
                     )
                 self._is_wrong = True
                 continue
-            _copy(held.split([piece.size for piece in chunk]), replicas)
+            torch._foreach_copy_(replicas, held.split([piece.size for piece in chunk]))
 
     def check(self) -> bool:
         """Compare checksums of replicas and owners; gather anew if any differ. Collective."""
@@ -499,11 +499,6 @@ def forget_hpz() -> None:
     from deepspeed.utils import groups
 
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
 
 
 def _checksum(weights: Tensor) -> int:

@@ -11,8 +11,13 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.lab.validate import experiment, processes
-from ds_ckpt.lab.validate.experiment import Plan, read_candidates, train_missing, train_virtual
-from ds_ckpt.lab.validate.runs import read_results
+from ds_ckpt.lab.validate.experiment import (
+    Plan,
+    read_candidates,
+    read_results,
+    train_missing,
+    train_virtual,
+)
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from tests.distributed import models
 from tests.distributed.models import topk_section

@@ -27,9 +27,16 @@ from ds_ckpt.lab.validate import processes
 from ds_ckpt.lab.validate.accuracy_report import document
 from ds_ckpt.lab.validate.compare import MARGINS, Judgement, compare, exit_code
 from ds_ckpt.lab.validate.data import Examples
-from ds_ckpt.lab.validate.experiment import DENSE, Plan, read_candidates
+from ds_ckpt.lab.validate.experiment import (
+    DENSE,
+    Outcome,
+    Plan,
+    Result,
+    add_result,
+    read_candidates,
+    read_results,
+)
 from ds_ckpt.lab.validate.processes import run_processes
-from ds_ckpt.lab.validate.runs import Outcome, Result, add_result, read_results
 from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.telemetry.timings import ResidualStats
 

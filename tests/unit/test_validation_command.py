@@ -15,7 +15,7 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config.verdicts import read_verdicts, verdicts_on
 from ds_ckpt.lab.validate import data, experiment, task
-from ds_ckpt.lab.validate.runs import read_results
+from ds_ckpt.lab.validate.experiment import read_results
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.validate import world as worlds
 from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
-from ds_ckpt.lab.validate.runs import train
+from ds_ckpt.lab.validate.experiment import train
 from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
 

@@ -251,15 +251,13 @@ def check(spec: Spec) -> None:
         wrong("--rates", ", ".join(map(link, spec.rates)), why, "leave it out")
     if spec.processes < 2:
         wrong("--hosts, --slots", layout, "a single rank exchanges nothing", "use at least 2")
-    if spec.model is not None and (spec.shape or _is_callable(spec.model)):
+    if spec.model is not None and (
+        spec.shape or (":" in spec.model and not Path(spec.model).exists())
+    ):
         why = "measure trains Hugging Face models on tokens, and --shape is the built-in Llama's"
         wrong("--model, --shape", spec.model, why, "name a configuration, without --shape")
     if problems:
         raise ConfigError(problems, headline="this cannot be measured")
-
-
-def _is_callable(model: str) -> bool:
-    return ":" in model and not Path(model).exists()
 
 
 def deepspeed_config(

@@ -19,11 +19,12 @@ from ds_ckpt.lab.validate.data import has_labels
 from ds_ckpt.lab.validate.experiment import (
     Mode,
     Plan,
+    add_result,
     read_candidates,
+    read_results,
     train_missing,
     train_virtual,
 )
-from ds_ckpt.lab.validate.runs import add_result, read_results
 from ds_ckpt.lab.validate.task import Kind, Task, make_spec, open_task
 
 RESULTS = "results.jsonl"

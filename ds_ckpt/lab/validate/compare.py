@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from ds_ckpt.config.verdicts import Verdict, VerdictRecord, decisive
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.equivalence import ConfidenceInterval, judge, more_seeds
-from ds_ckpt.lab.validate.experiment import DENSE, Contender, Plan, Results
-from ds_ckpt.lab.validate.runs import Result
+from ds_ckpt.lab.validate.experiment import DENSE, Contender, Plan, Result, Results
 from ds_ckpt.lab.validate.task import BETAS, Task
 from ds_ckpt.telemetry.timings import ResidualStats
 

@@ -24,12 +24,16 @@ from ds_ckpt.lab.hosts.launcher import launch
 from ds_ckpt.lab.validate.experiment import (
     SAMPLE_EVERY,
     Contender,
+    Outcome,
     Plan,
+    Progress,
     Report,
+    add_result,
     read_candidates,
+    read_results,
+    train,
     train_missing,
 )
-from ds_ckpt.lab.validate.runs import Outcome, Progress, add_result, read_results, train
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from ds_ckpt.lab.validate.world import StepResult
 from ds_ckpt.telemetry.timings import ResidualStats
