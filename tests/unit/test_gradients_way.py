@@ -112,14 +112,10 @@ def test_an_activation_passes_torchs_checkpoint_one_context_and_one_offload_hook
     """A block enters three pairs of hooks, its recomputation two, and a mode only if selective."""
     entered: list[str] = []
 
-    def record(cls: Any, name: str, what: Any) -> None:
-        plain = getattr(cls, name)
-
-        def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            entered.append(what(self))
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, name, recorded)
+    def record(owner: Any, name: str, what: Any) -> None:
+        plain = getattr(owner, name)
+        call = lambda one, *a, **k: entered.append(what(one)) or plain(one, *a, **k)  # noqa: E731
+        monkeypatch.setattr(owner, name, call)
 
     record(saved_tensors_hooks, "__enter__", lambda hooks: hooks.pack_hook.__module__)
     record(TorchDispatchMode, "__enter__", lambda mode: "modes")

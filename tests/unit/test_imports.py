@@ -231,5 +231,5 @@ def test_each_internal_of_deepspeed_is_patched_in_one_place() -> None:
                 continue
             for name, place in named.items():
                 places.setdefault(name, set()).add(f"{file.name}: {place}")
-    assert {"_post_step", "avg_scatter_grads", "reduce_scatter_coalesced"} <= places.keys()
+    assert {"_post_step", "avg_scatter_grads"} <= places.keys()
     assert {name for name, found in places.items() if len(found) > 1} == set(SET_TWICE), places
