@@ -46,9 +46,6 @@ WHOLE = document.Document(
                 document.Table(
                     ["name", "value, s", "remark"],
                     [["a", "1.5", "said"], ["b", "2.5", "unsaid"]],
-                    meanings=["who", "how much", "why"],
-                    tones=["good", ""],
-                    page_only=["remark"],
                 ),
                 document.Table(["first", "second", "third"], [[letter * 50 for letter in "abc"]]),
                 document.Plot("plot", [ROWS, LINES], "A caption."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -85,19 +85,12 @@ class Code(ReportBlock):
 
 @dataclass(frozen=True)
 class Table(ReportBlock):
-    """Heads and rows of text: words with `prose`, else numbers, which are aligned to the right.
-
-    `meanings` stand under the page's heads, `tones` ("good", "bad") colour each row's second cell,
-    a terminal leaves the columns of `page_only` out.
-    """
+    """Heads and rows of text: words with `prose`, else numbers, which are aligned to the right."""
 
     kind = "table"
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     prose: bool = False
-    meanings: Sequence[str] = ()
-    tones: Sequence[str] = ()
-    page_only: Sequence[str] = ()
 
     def markdown(self) -> Iterator[str]:
         """Yield the table."""
@@ -108,13 +101,11 @@ class Table(ReportBlock):
     def terminal(self) -> Iterator[RenderableType]:
         """Yield the table; cells are folded where the terminal is narrow."""
         found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        shown = [i for i, head in enumerate(self.heads) if head not in self.page_only]
-        for place in shown:
-            head = Text(self.heads[place].replace(", ", "\n"))
-            numbers = place > 0 and not self.prose
-            found.add_column(head, justify="right" if numbers else "left", overflow="fold")
+        for place, head in enumerate(self.heads):
+            justify: Literal["left", "right"] = "right" if place and not self.prose else "left"
+            found.add_column(Text(head.replace(", ", "\n")), justify=justify, overflow="fold")
         for row in self.rows:
-            found.add_row(*(Text(row[place]) for place in shown))
+            found.add_row(*map(Text, row))
         yield found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ds_ckpt.lab.report.charts import Rows
 from ds_ckpt.lab.report.document import Code, Document, Items, Paragraph, Plot, ReportSection, Table
-from ds_ckpt.lab.validate.compare import EXIT_CODES, Judgement
+from ds_ckpt.lab.validate.compare import Judgement
 from ds_ckpt.telemetry.timings import ResidualStats
 
 TITLE = "Accuracy: dense training against compression"
@@ -20,13 +20,10 @@ _OPENING = (
 _LEEWAY = 1.25
 _LIMITS = "Add one of these to the compression section: the largest values seen, plus 25%."
 _DIFFERENCES = "Difference to dense training: each seed (circles), mean and 90% interval (bars)."
+_HEADS = ("configuration", "verdict", "difference", "dense", "compressed", "fewer bytes")
 _COLUMNS = (
-    ("configuration", "file"),
-    ("verdict", "against dense training of the same seeds"),
-    ("difference", "mean and 90% interval; more than 0 is worse"),
-    ("dense", "held-out, at the end"),
-    ("compressed", "held-out, at the end"),
-    ("fewer bytes", "gradient bytes of a compressed step, 16 bits"),
+    "Difference: mean and 90% interval, more than 0 is worse. Dense and compressed: held-out, at "
+    "the end. Fewer bytes: gradients of a compressed step, in 16 bits."
 )
 _ADVICE = (
     "a verdict holds for this task, model and length: validate your own (--data, --model, --steps)"
@@ -39,15 +36,7 @@ def document(comparisons: Sequence[Judgement]) -> Document:
     workers = "virtual workers" if first.mode == "virtual" else "ZeRO-3 ranks"
     title = f"{first.task}: {first.model}; {first.workers} {workers}, {first.steps} steps"
     unit = "% of the dense loss" if first.metric == "loss" else " points of accuracy"
-    tones = {0: "good", 1: "bad", 2: ""}
-    table = Table(
-        [head for head, _ in _COLUMNS],
-        [_cells(one) for one in comparisons],
-        prose=True,
-        meanings=[meaning for _, meaning in _COLUMNS],
-        tones=[tones[EXIT_CODES.get(one.record.verdict, 0)] for one in comparisons],
-        page_only=("compressed",),
-    )
+    table = Table(_HEADS, [_cells(one) for one in comparisons], prose=True)
     chart = Rows(
         [one.candidate.name for one in comparisons],
         f"worse than dense by, {unit.strip()}; shaded: the margin",
@@ -56,7 +45,7 @@ def document(comparisons: Sequence[Judgement]) -> Document:
         notes=["diverged" if math.inf in one.differences else "" for one in comparisons],
         shaded=100 * first.margin,
     )
-    margin = Paragraph(f"Margin {100 * first.margin:g}{unit}.")
+    margin = Paragraph(f"Margin {100 * first.margin:g}{unit}. {_COLUMNS}")
     limits = [_guard(one, left) for one in comparisons if (left := one.record.left) is not None]
     sections = [
         ReportSection(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
