@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_ckpt.engine import Session
     from ds_ckpt.engine.entry import attach, initialize, install, session_of, uninstall
+    from ds_ckpt.engine.session import Session
     from ds_ckpt.errors import (
         ConfigError,
         ContractError,
@@ -41,7 +41,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ds_ckpt' has no attribute {name!r}")
-    home = "engine.entry" if name[0].islower() else "engine" if name == "Session" else "errors"
+    home = "engine.session" if name == "Session" else "errors"
+    home = "engine.entry" if name[0].islower() else home
     return getattr(importlib.import_module(f"ds_ckpt.{home}"), name)
 
 

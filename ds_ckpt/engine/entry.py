@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ds_ckpt import environment
 from ds_ckpt.compression import wire
 from ds_ckpt.config import PluginConfig, load_file, parse
-from ds_ckpt.engine import (
+from ds_ckpt.engine.session import (
     ATTRIBUTE,
     Session,
     end_earlier_sessions,

@@ -22,7 +22,6 @@ from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.engine.first_batch import NCCL_BUFFERS, FirstBatchPlanning
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
-from ds_ckpt.engine.refusals import refuse_unsupported
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
@@ -327,6 +326,27 @@ class Session:
         elif self.config.weights.resident and self._gather:
             facts.append("weights not resident: all ranks share one node")
         return "ds_ckpt: " + "; ".join(facts)
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Return whether the engine trains; transformers builds engines without one for evaluation."""
+    optimizer = engine.optimizer
+    return hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Refuse pipeline engines, and stage-3 engines without DeepSpeed's ZeRO-3 optimizer."""
+    kind = type(engine)
+    if any(base.__name__ == "PipelineEngine" for base in kind.__mro__):
+        why = "a pipeline checkpoints its own layers (activation_checkpoint_interval)"
+        remedy = "use a model that is not a PipelineModule"
+        raise UnsupportedError(Problem("engine", kind.__name__, why, remedy))
+    is_stage3 = engine.zero_optimization_stage() == 3
+    if is_stage3 and not (has_optimizer(engine) and hasattr(engine.optimizer, "parameter_offload")):
+        why = "the hooks patch DeepSpeed's ZeRO-3 optimizer"
+        remedy = "pass an optimizer to ds_ckpt.initialize, or name one in the JSON file"
+        found = type(engine.optimizer).__name__
+        raise UnsupportedError(Problem("engine.optimizer", found, why, remedy))
 
 
 def end_earlier_sessions(engine: Any) -> None:

@@ -80,7 +80,7 @@ class SavedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        (rank, self.world), model_slice = _place(path), _slice_of(path)
+        model_slice, rank, self.world = _place(path)
         try:
             self._file = SealedFile(path)
             metadata = self._file.metadata
@@ -211,14 +211,14 @@ class ResidualFiles:
         if not found:
             log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
             return None
-        slices = {_slice_of(path) for path in found}
+        slices = {_place(path)[0] for path in found}
         counts = {name[-4:] for name in slices}  # "of02"
         if counts != {self._slice[-4:]} or self._slice not in slices:
             what = f"residuals of model slices {', '.join(sorted(slices)) or 'none'}"
             remedy = "restore the files of one save, use its tensor-parallel size"
             why = f"this rank holds {self._slice or 'whole tensors'}"
             raise _refused(folder, what, why, remedy)
-        paths = _complete(folder, [path for path in found if _slice_of(path) == self._slice])
+        paths = _complete(folder, [path for path in found if _place(path)[0] == self._slice])
         first = self._fitting(paths[0])
         is_same = self._is_same_world(paths, first)
         mine = paths[self._dp_rank :: self._world]  # every file is checked by one rank
@@ -296,7 +296,7 @@ class ResidualFiles:
         """Warn that residuals are dropped: this run is plain DeepSpeed, or sends everything."""
         kind = methods().get(self._method)
         if kind is not None and kind.lossless:
-            own = [path for path in found if _slice_of(path) == self._slice]
+            own = [path for path in found if _place(path)[0] == self._slice]
             found = [path for path in own if self._fitting(path).names]
         if found:
             self._warn(f"%s holds residuals; method {self._method} drops them", folder)
@@ -310,18 +310,11 @@ def _found(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(_ANY) if _NAME.fullmatch(path.name))
 
 
-def _place(path: Path) -> tuple[int, int]:
-    """Return rank and world of a file's name."""
+def _place(path: Path) -> tuple[str, int, int]:
+    """Return slice, rank and world of a file's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
-    return int(match[2]), int(match[3])
-
-
-def _slice_of(path: Path) -> str:
-    """Return the slice of a file's name."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return match[1] or ""
+    return match[1] or "", int(match[2]), int(match[3])
 
 
 def _name(model_slice: str, process: int, world: int) -> str:
@@ -331,10 +324,10 @@ def _name(model_slice: str, process: int, world: int) -> str:
 
 def _complete(folder: Path, found: list[Path]) -> list[Path]:
     """Return the files of all ranks of one save, by rank."""
-    files = {_place(path): path for path in found}
+    files = {_place(path)[1:]: path for path in found}
     worlds = sorted({world for _, world in files})
     places = [(process, worlds[0]) for process in range(worlds[0])]
-    missing = [_name(_slice_of(found[0]), p, w) for p, w in places if (p, w) not in files]
+    missing = [_name(_place(found[0])[0], p, w) for p, w in places if (p, w) not in files]
     if missing or len(worlds) > 1:
         what = f"residuals of {len(found)} ranks, worlds {worlds}"
         what += f", without {', '.join(missing)}" if missing else ""

@@ -17,7 +17,7 @@ import torch
 import ds_ckpt
 from ds_ckpt import Session, compression, run, uninstall
 from ds_ckpt.engine import resident_weights
-from ds_ckpt.engine.refusals import refuse_unsupported
+from ds_ckpt.engine.session import refuse_unsupported
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import NodeLayout
