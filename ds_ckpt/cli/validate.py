@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import reduce
 from importlib import metadata
@@ -44,21 +45,21 @@ def validate(
 
 
 def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
-    """Return the result of one file, as `--json` prints it. Warnings are logged."""
+    """Return the result of one file, as `--json` prints it."""
     from ds_ckpt.config import load_file, parse
     from ds_ckpt.config.paths import lookup
     from ds_ckpt.config.rules import conditions
     from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
     from ds_ckpt.errors import DsCkptError
-    from ds_ckpt.fields import warn
     from ds_ckpt.zero3 import compatibility
 
     result: dict[str, Any] = {"file": str(path), "ok": False, "summary": None, "problems": []}
+    result["warnings"] = []
     problems: list[Problem] = []
-    warn.cache_clear()  # a file's warnings may be those of another file
     try:
-        raw = load_file(path)
-        with redirect_stdout(sys.__stderr__):  # DeepSpeed logs to stdout, which --json needs
+        # DeepSpeed logs to stdout, which --json needs
+        with redirect_stdout(sys.__stderr__), _warnings_added_to(result["warnings"]):
+            raw = load_file(path)
             problems += _deepspeeds_problems(raw, ranks)
             config = parse(raw, source=str(path))
             verdicts = verdicts_on(config.compression, path)
@@ -101,16 +102,40 @@ REPLACEMENTS = {
 
 def _deepspeeds_problems(config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
     """Yield the refusals of the installed DeepSpeed, with remedies."""
-    from ds_ckpt.config.paths import join, lookup, show
+    from ds_ckpt.config.paths import join, lookup, nearest, show
     from ds_ckpt.errors import Problem
-    from ds_ckpt.zero3.settings import refusals
+    from ds_ckpt.fields import warn
+    from ds_ckpt.zero3.settings import refusals, top_level_keys
 
+    known = top_level_keys()
+    for key in config:
+        if key not in known and (right := nearest(key, known, cutoff=0.82)):
+            warn(f'{join("$", key)}: DeepSpeed ignores this key; did you mean "{right}"?')
     for keys, words in refusals(config, ranks):
         value = lookup(config, keys)
         remedy = "correct it, or remove it" if keys else "add what is missing"
         remedy = REPLACEMENTS.get("".join(keys[-1:]), REPLACEMENTS.get(str(value).lower(), remedy))
         why = f"DeepSpeed {metadata.version('deepspeed')} refuses it: {words}"
         yield Problem(reduce(join, keys, "$"), show(value), why, remedy)
+
+
+@contextmanager
+def _warnings_added_to(found: list[str]) -> Iterator[None]:
+    """Collect what is logged in place of printing it: of several files each has its own."""
+    from ds_ckpt.fields import warn
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage().removeprefix("ds_ckpt configuration: "))
+
+    log = logging.getLogger("ds_ckpt")
+    before = log.handlers, log.propagate
+    log.handlers, log.propagate = [Collector()], False
+    warn.cache_clear()  # a file's warnings may be those of another file
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before
 
 
 def _print_result(result: dict[str, Any]) -> None:
@@ -123,12 +148,14 @@ def _print_result(result: dict[str, Any]) -> None:
         starts = [f"at start: {words}" for words in result["conditions"]]
         for words in (*result["accuracy_words"], *starts):
             console.print(Text(f"      {words}"))
-        return
-    console.print(Text("BAD  ", "bold red"), Text(result["file"]))
+    else:
+        console.print(Text("BAD  ", "bold red"), Text(result["file"]))
     for problem in result["problems"]:
         console.print(Text(f"  {problem['where']}", "bold"))
         for label in ("found", "why", "remedy"):
             console.print(Text(f"     {label + ':':8}{problem[label]}"))
+    for words in result["warnings"]:
+        console.print(Text(f"      warning: {words}", "yellow"))
 
 
 def schema(

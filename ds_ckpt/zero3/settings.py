@@ -19,6 +19,14 @@ _TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _BATCH = (_TOTAL, _MICRO, "gradient_accumulation_steps")
 _LAST = ("type", "zero_optimization", *_BATCH)
 """Keys that are a cause only if no other key is, in this order."""
+_SECTIONS = ("zero_optimization", "activation_checkpointing", "flops_profiler", "comms_logger")
+
+
+def top_level_keys() -> set[str]:
+    """Return DeepSpeed's constants, among them the keys of its configuration, and some sections."""
+    from deepspeed.runtime import constants
+
+    return {*_SECTIONS, *(value for value in vars(constants).values() if isinstance(value, str))}
 
 
 def refusals(config: Mapping[str, Any], ranks: int | None) -> Iterator[tuple[Keys, str]]:

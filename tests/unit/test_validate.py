@@ -66,6 +66,19 @@ def test_batch_sizes_are_checked_for_a_stated_number_of_ranks(tmp_path: Path) ->
     assert "$.train_batch_size" in result.output
 
 
+def test_a_key_that_deepspeed_ignores_is_warned_of_in_its_file(tmp_path: Path) -> None:
+    words = [
+        "gradient_cliping=1.0 steps_per_pint=5 fp6={}",
+        "gradient_clipping=1.0 bf16={} wandb={}",
+    ]
+    for name, keys in zip("ab", words, strict=True):
+        (tmp_path / name).write_text(json.dumps(config_of(f"train_batch_size=4 {keys}")))
+    result = CliRunner().invoke(app, ["validate", str(tmp_path / "a"), str(tmp_path / "b")])
+    warned, clean = result.output.split("OK ")[1:]
+    assert re.findall('you mean "(.*)"', warned) == ["gradient_clipping", "steps_per_print", "fp16"]
+    assert "warning" not in clean
+
+
 def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     keys = (
         'train_micro_batch_size_per_gpu="auto" d.partition_activations=true w.resident=true '
