@@ -154,8 +154,34 @@ def register(method: AnyMethod) -> AnyMethod:
     if missing or not isinstance(getattr(method, "about", None), str):
         lacks = ", ".join(missing) or "about"
         raise ValueError(f"{name} lacks {lacks}: see docs/add_a_compressor.md")
+    if issubclass(method, Codec) and not method.__module__.startswith("ds_ckpt."):
+        _check_codec(cast("type[Method]", method)())
     _registered[name] = method
     return method
+
+
+def _check_codec(codec: Any) -> None:
+    """Raise ValueError if a codec breaks its contract on rows of a few lengths."""
+    for numel in (1, 7, 1000):
+        size = codec.packed_bytes(numel)
+        if size % 8:
+            raise ValueError(f"{codec.name}.packed_bytes({numel}) is {size}, no multiple of 8")
+        before = torch.linspace(-1, 2, 2 * numel).view(2, numel)
+        after, again = before.clone(), before.clone()
+        out = torch.full((2, size), 0x55, dtype=torch.uint8)
+        other = torch.full_like(out, 0xAA)
+        codec.pack_rows(after, out)
+        codec.pack_rows(again, other)
+        if not out.equal(other):
+            raise ValueError(f"{codec.name}.pack_rows does not write every byte of {numel} entries")
+        decoded = torch.zeros_like(before)
+        for row, into in zip(out, decoded, strict=True):
+            codec.unpack_add_rows(row[None], into)
+        if not torch.allclose(after + decoded, before, atol=1e-5):
+            raise ValueError(
+                f"{codec.name}: of {numel} entries something is lost: values after pack_rows plus "
+                "the decoded payload are not the values before"
+            )
 
 
 def _path(method: type[Method]) -> str:

@@ -110,6 +110,21 @@ def test_register_refuses_unusable_methods(name: str) -> None:
     assert name == "topk" or name not in methods()
 
 
+BROKEN: dict[str, dict[str, Any]] = {
+    "no multiple of 8": {"packed_bytes": lambda self, numel: 4 + numel},
+    "something is lost": {"pack_rows": lambda self, values, out: (out.zero_(), values.zero_())},
+    "does not write every byte": {"pack_rows": lambda self, values, out: values.zero_()},
+}
+
+
+@pytest.mark.parametrize("word", BROKEN)
+def test_register_refuses_a_codec_that_breaks_its_contract(sign: type[Method], word: str) -> None:
+    body = {"__module__": __name__, "name": "broken", **BROKEN[word]}
+    with pytest.raises(ValueError, match=word):
+        register(type("Broken", (sign,), body))
+    assert "broken" not in methods()
+
+
 def test_entry_points_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(value: str) -> None:
         point = EntryPoint("sign", value, base.ENTRY_POINTS)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ from ds_ckpt.lab.validate.experiment import (
 from ds_ckpt.lab.validate.processes import run_processes
 from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.telemetry.timings import ResidualStats
+from tests import guide
 
 STEPS = 100
 TASK = TaskSpec(steps=STEPS)
@@ -198,6 +200,12 @@ def test_runs_are_found_by_everything_they_depend_on(tmp_path, monkeypatch) -> N
         {"quantize": {"bits": 2}}, {"activation": {"policy": "block"}}, {"steps": 4 * STEPS},
     )  # fmt: skip
     assert len({key(), *(key(**section) for section in other)}) == 1 + len(other)
+    with guide.registered():
+        mine = {"method": "sign", "warmup_steps": 0}
+        before = key(**mine)
+        (tmp_path / "signs.py").write_text("# another pack_rows")
+        sys.modules["my_signs"].__file__ = str(tmp_path / "signs.py")
+        assert key(**mine) != before
     before = key()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")

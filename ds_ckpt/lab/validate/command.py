@@ -102,6 +102,8 @@ def _train(plan: Plan, folder: Path, console: Console) -> None:
     path, steps = folder / RESULTS, plan.task.spec.steps
     results = read_results(path)
     runs = len(plan.missing(results))
+    if results and not runs:
+        console.print(f"all runs are in {folder}: nothing is trained")
     begun: list[str] = []
     with Progress(console=console, disable=not console.is_terminal or not runs) as progress:
         bar = progress.add_task("training", total=runs * steps)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,6 +22,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from ds_ckpt.compression import methods
 from ds_ckpt.config import PluginConfig, load_file, parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import lookup
@@ -213,7 +215,13 @@ class Plan:
         settings = decisive(candidate.plugin.compression.model_copy(update=warm_up))
         activation = candidate.plugin.activation
         recomputed = activation.model_dump(mode="json") if activation.active else None
-        run = self.task.digest, settings, recomputed, seed, self.mode, environment(self.mode)
+        about = environment(self.mode)
+        for name in candidate.plugin.compression.methods_used():
+            module = methods()[name].__module__ if name in methods() else "ds_ckpt."
+            if not module.startswith("ds_ckpt."):  # no version of ours tells that it has changed
+                file = getattr(sys.modules[module], "__file__", None)
+                about[module] = Path(file).read_text(encoding="utf-8") if file else ""
+        run = self.task.digest, settings, recomputed, seed, self.mode, about
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     def missing(self, results: Results) -> list[tuple[int, Contender]]:
