@@ -3,8 +3,8 @@
 torch runs a call again (non-reentrant checkpointing; Chen et al., arXiv 1604.06174) when its one
 saved tensor is unpacked. Tensors that autograd saves inside are numbered here, and the first number
 that backward unpacks unpacks torch's tensor. The contexts that torch enters restore state
-(`snapshot.py`), keep results of operators (`selective.py`), link calls that have one recomputation,
-never hold weights (ZeRO-3 changes their storage), and compare values.
+(`snapshot.py`), keep results of operators (`selective.py`), and compare values. They link calls
+that have one recomputation. They never hold weights, whose storage ZeRO-3 changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Install checkpointing on the units of a model, and remove it.
 
-This file decides when a call is checkpointed, replaces transformers' own checkpointing, and handles
-key-value caches, to which a recomputation would append every key twice.
+This file decides when a call is checkpointed, and replaces transformers' own checkpointing. It
+handles key-value caches: a recomputation would append every key twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckpointedBlocks:
 
     `patterns` is short for `Policy(modules=patterns)`; `units` replaces the policy's. `scopes` are
     entered around every recomputation, `trackers` hold random states beside torch's own. `around`
-    is called instead of every unit's call: saved-tensor hooks that it enters see only what the call
+    is called instead of every unit's call. Saved-tensor hooks that it enters see what the call
     keeps for its recomputation, or all that an offloaded block saves. Earlier checkpointing of the
     model is removed. After an error the model has none.
     """

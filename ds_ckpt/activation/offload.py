@@ -1,7 +1,7 @@
 """Offloads tensors of blocks to host memory: inputs until recomputation, or all until backward.
 
-When a call starts, tensors of the call before it are copied to host memory on a side stream, and
-the device memory is released before the new call ends. Backward brings back the tensors of earlier
+When a call starts, tensors of the call before it are copied to host memory on a side stream. Their
+device memory is released before the new call ends. Backward brings back the tensors of earlier
 calls ahead of their use. The last call's tensors stay on the device.
 
 The autograd graph owns the tensors: each is released when its graph node is. Source and target of
@@ -243,7 +243,7 @@ class InputStore:
     """Tensors of block calls between forward and backward. Callers hold its lock.
 
     With `offload`, storages of `min_bytes` or more on `device` go to host memory, except those of
-    `owned` (parameters and buffers), and come back `prefetch` calls ahead of their use. Without it
+    `owned` (parameters and buffers). They come back `prefetch` calls ahead of their use. Without it
     only those of blocks that are not recomputed go. `copies` are by default those of `device`.
     """
 

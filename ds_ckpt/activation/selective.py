@@ -1,8 +1,8 @@
 """Selective recomputation: results of chosen operators are kept and not computed again.
 
 `Recording` acts around the forward, `Replaying` around the recomputation. Torch's own pair keeps
-results where no saved-tensor hook sees them (offload), refuses results that are written over,
-allows one backward, and leaves the random state before an attention core with dropout.
+results where no saved-tensor hook sees them (offload), and refuses results that are written over.
+It allows one backward, and leaves the random state before an attention core with dropout.
 """
 
 from __future__ import annotations
@@ -265,10 +265,11 @@ class Recording(_Mode):
     def finish(self, outside: Iterable[Tensor], *, whole: bool) -> list[Tensor]:
         """Return the tensors to keep, in order; afterwards the entries hold none.
 
-        Not kept are results in memory that other code can reach (`outside`) and may write to, those
-        that something has written over, and, unless the recomputation runs to its end (`whole`),
-        those after the last tensor that autograd saves. Versions are not enough: `_unsafe_view`
-        (every 3-D product) and `.data` share the storage and count versions of their own.
+        Results in memory that other code can reach (`outside`) are not kept, because it may write
+        to them. Nor are results that something has written over. Unless the recomputation runs to
+        its end (`whole`), results after the last tensor that autograd saves are not kept either.
+        Versions are not enough: `_unsafe_view` (every 3-D product) and `.data` share the storage
+        and count versions of their own.
         """
         if not self.entries:
             _warn_nothing_kept()

@@ -1,10 +1,10 @@
 """Snapshot of the state in which a block's forward begins, for its recomputation.
 
-Restored are parameters, buffers, attributes of modules and the containers in them, generators, and
-objects among the arguments with their contents, three levels deep. A recomputation works on copies.
-Other state is not restored: objects on modules, `random`, NumPy's random numbers, and what the
-block's functions reach by name (globals, class attributes, closures). If `check_determinism` is on,
-a recomputation that changes any of it is refused.
+Restored are parameters, buffers, generators, attributes of modules and the containers in them.
+Objects among the arguments are restored with their contents, three levels deep. A recomputation
+works on copies. Other state is not restored: objects on modules, `random`, NumPy's random numbers,
+and what the block's functions reach by name (globals, class attributes, closures). If
+`check_determinism` is on, a recomputation that changes any of it is refused.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ def run(
 ) -> None:
     """Start emulated nodes, run a command on the first one, and stop the nodes.
 
-    `deepspeed train.py` runs on all nodes. With --pdsh, `deepspeed` gets the options for all nodes,
-    and other commands find a hostfile in $DS_CKPT_HOSTFILE and settings for pdsh in the
-    environment. Returns the command's exit code.
+    `deepspeed train.py` runs on all nodes. With --pdsh, `deepspeed` gets the options for all nodes.
+    Other commands find a hostfile in $DS_CKPT_HOSTFILE, and settings for pdsh in the environment.
+    Returns the command's exit code.
     """
     rate_mbit = parse_rate(rate)
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts

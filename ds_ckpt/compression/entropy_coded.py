@@ -2,9 +2,9 @@
 
 Entries below a threshold t stay as residual. The others are sent as place, sign and level: level 0
 up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean magnitude of
-its entries, level i to a * 1.5^i with a fitted by least squares. The sent values are a projection:
-the residual never has more energy than there was. At low rates such a quantizer with an entropy
-coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
+its entries. Level i decodes to a * 1.5^i, with a fitted by least squares. The sent values are a
+projection: the residual never has more energy than there was. At low rates such a quantizer with an
+entropy coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
 
 t is the smallest for which the code fits its bytes, found in a sample's histogram. So the size
 depends on the number of entries alone, and there is no state. If the code turns out longer than the
@@ -18,7 +18,7 @@ sequences of numbers are coded:
     gap              of those with a level above 0, among them
     level - 1        of those, k = 0
 
-The unary parts of all numbers are one run of bits from the front, their low bits another at the
+The unary parts of all numbers are one run of bits from the front. Their low bits are another at the
 end, with zeros between. That makes both ends parallel: a decoder finds all numbers by the places of
 ones, and all places by a cumulative sum. `wire` has the layout of a segment.
 
@@ -257,8 +257,8 @@ def _choose(values: Tensor, threshold: Tensor, places: Tensor) -> _Sent:
 def _parameters(numel: int, code: _Sent, kept: float = 1.0) -> list[int]:
     """Return k of each sequence, if the share `kept` of the chosen is sent.
 
-    It is the best for gaps between entries that are equally likely everywhere (Kiely, "Selecting
-    the Golomb parameter in Rice coding", JPL IPN 42-159, 2004).
+    It is the best one if entries are equally likely everywhere (Kiely, "Selecting the Golomb
+    parameter in Rice coding", JPL IPN 42-159, 2004).
     """
 
     def best(density: float) -> int:

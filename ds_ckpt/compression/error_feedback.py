@@ -9,10 +9,10 @@ the loss scale removed: neither a change of the loss scale nor another rank's gr
 Arithmetic is fp32 on the gradient's device; between steps a residual is fp32, bf16 or int8
 (`storage`), there or in host memory.
 
-Transactional: a step works on `pending`; `commit` makes it the residual, `rollback` drops it, and
-the residual and the state of its rounding are then bit-equal to those before the step. Two buffers
-per parameter change places, so neither costs a copy. An fp32 residual on the gradient's device has
-no separate working tensor: the pending buffer is the working tensor.
+Transactional: a step works on `pending`, and `commit` makes it the residual. `rollback` drops it:
+the residual and the state of its rounding are bit-equal to those before the step. Two buffers per
+parameter change places, so neither costs a copy. An fp32 residual on the gradient's device has no
+separate working tensor: the pending buffer is the working tensor.
 """
 
 from __future__ import annotations

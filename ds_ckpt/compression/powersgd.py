@@ -137,8 +137,8 @@ def orthogonalize_all(factors: Sequence[Tensor]) -> list[Tensor]:
     """Return orthonormal columns with the span of each factor: fp32 [n, r], r <= n.
 
     Column j spans, with those before it, what the first j columns of the factor span. Columns that
-    are zero, or depend on those before them, become directions outside of that span, the same for
-    the same span. Factors of one shape share their operators.
+    are zero, or depend on those before them, become directions outside of that span. They are the
+    same for the same span. Factors of one shape share their operators.
     """
     by_shape: dict[torch.Size, list[int]] = {}
     for i, factor in enumerate(factors):

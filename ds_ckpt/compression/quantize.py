@@ -1,8 +1,8 @@
 """Few-bit values: every entry in 8, 4, 3 or 2 bits, with one bf16 scale per block of neighbours.
 
-8, 4 and 3 bits: integer multiples of the scale, -2^(bits-1) to 2^(bits-1) - 1. The scale carries
-a sign so that the block's largest magnitude, whatever its own sign, takes the end that reaches one
-further. Zero stays zero; levels at odd halves would send noise where a gradient has none.
+8, 4 and 3 bits: integer multiples of the scale, -2^(bits-1) to 2^(bits-1) - 1. The scale carries a
+sign. With it the block's largest magnitude, of either sign, takes the end that reaches one further.
+Zero stays zero; levels at odd halves would send noise where a gradient has none.
 
 2 bits: the four Lloyd-Max levels of a Gaussian, and of all scales for them the one with the least
 squared error. The sent values are then a projection: the residual of a block never has more energy

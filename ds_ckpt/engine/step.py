@@ -40,8 +40,8 @@ class StepState:
 
     A `ds_ckpt.zero3.gradient_hook.BucketExchange`: no gradient passes it.
 
-    Without `warm_up` (compressors) DeepSpeed reduces in the warm-up, without `at_boundary` every
-    micro-step is exchanged, and without `tuner` gradients are always compressed.
+    Without `warm_up` (compressors) DeepSpeed reduces in the warm-up. Without `at_boundary` every
+    micro-step is exchanged. Without `tuner` gradients are always compressed.
 
     Attributes:
         is_disabled: every bucket is sent uncompressed, with its residual. Set between steps, on
@@ -140,8 +140,8 @@ class StepState:
     def commit(self) -> None:
         """End a step that was taken; with a non-finite bucket its residuals are rolled back.
 
-        If all gradients were only accumulated, because the boundary was set after the last
-        backward, the step is rolled back and every rank raises UnsupportedError.
+        If the boundary was set after the last backward, gradients were only accumulated. The step
+        is then rolled back, and every rank raises UnsupportedError.
         """
         if self._expects_more:
             self.rollback()

@@ -55,7 +55,7 @@ def find_group(
     """Return the tensor-parallel group of `mpu`, or of `engine.mpu` if it is None.
 
     Without such a group, or in one of one rank, it raises UnsupportedError if our own section
-    requires it, and returns None with a warning if DeepSpeed's does. Checkpointed inputs are
+    requires it. If DeepSpeed's section does, it warns and returns None. Checkpointed inputs are
     compared over it, which stops at a group whose ranks hold different ones.
     """
     mpu, group = engine.mpu if mpu is None else mpu, None

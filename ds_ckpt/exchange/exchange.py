@@ -8,13 +8,13 @@
 
 It replaces DeepSpeed's `reduce_scatter_coalesced`: the mean over the group, this rank's chunk of
 each tensor, unpadded, still multiplied by the loss scale. A tensor without a compressor is sent in
-its own dtype. In fp32 it is divided by the world before the sum as DeepSpeed does, and so are sums
-of a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and rounded
+its own dtype. In fp32 it is divided by the world before the sum, like in DeepSpeed. So are sums of
+a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and rounded
 once. Low-rank tensors use all-reduces of their factors instead (`low_rank`). With two levels all of
 this happens between nodes, to sums inside each node (`hierarchy`).
 
 A codec might drop a non-finite value and hide the overflow. So its rank flags the bucket in its
-packets' headers, and every rank returns NaN for its shards of the bucket's compressed tensors.
+packets' headers. Every rank then returns NaN for its shards of the bucket's compressed tensors.
 DeepSpeed's own overflow check finds it there. The flag stays a tensor on the device. The host reads
 those of all buckets at once, when the step ends: a flagged bucket is exchanged to its end, with
 meaningless values, and the step is rolled back.

@@ -1,6 +1,6 @@
 """Two levels: ranks by node, the process groups, and the exact sum inside a node.
 
-With two levels, local rank `l` of a node receives, from each rank there, the entries that the
+With two levels, local rank `l` of a node receives entries from each rank there: those that the
 `l`-th ranks of all nodes own. It adds them up in fp32 or better. Links inside a node are fast, so
 values are sent uncompressed there. The part that is sent between nodes, and the residual, is
 `1 / ranks a node` of the gradient.
@@ -151,8 +151,8 @@ def new_groups(group: Any, *wanted: Sequence[int]) -> list[Any]:
     """Make a process group of each sequence of indices in `group`; all include this rank.
 
     Collective over the program: every rank makes the groups of all, in the same order. If only the
-    members made a group, its name would be its ranks, and a second group of that name would find
-    the addresses of the first.
+    members made a group, its name would be its ranks. A second group of that name would find the
+    addresses of the first.
     """
     ranks = _ranks(group)
     own = [tuple(sorted(ranks[index] for index in members)) for members in wanted]

@@ -36,8 +36,8 @@ SPARSE_ROWS = 8192
 class MethodSettings:
     """A method, and the settings of all methods; it ignores those that it does not depend on.
 
-    A single setting in `values` is of the method itself, else of one that it depends on, else of
-    any that has it. Methods without `sections` are at their defaults.
+    A single setting in `values` is of the method itself. Else it is of one that the method depends
+    on, or of any that has it. Methods without `sections` are at their defaults.
     """
 
     method: str

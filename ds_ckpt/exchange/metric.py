@@ -4,8 +4,8 @@ An optimizer of Adam's kind divides by the root of its second moment v, so an er
 counts e^2 / sqrt(v). A codec that packs x / w, w = v^(1/4), leaves the least error in that metric.
 Only the owner has v; but its sums by row and column of a matrix are few numbers, and their outer
 product is near v (Shazeer & Stern, "Adafactor", arXiv 1804.04235). In every `EVERY`-th step after
-the warm-up all ranks sum the squares of their gradients by row and by column, and one all-reduce
-adds them up.
+the warm-up all ranks sum the squares of their gradients by row and by column. One all-reduce adds
+them up.
 
 w is a power of two, so dividing by it and multiplying rounds nothing: residuals and delivered
 gradients add up as without it. All ranks have the same sums, so the same w. The sums are not saved:

@@ -1,7 +1,7 @@
 """Residuals beside DeepSpeed's checkpoint: one file a rank (law 5).
 
 The same ranks in the same places resume to the bit. With one level, another world size keeps the
-sum over ranks of every entry: residuals are in units of the averaged gradient, so that sum is what
+sum over ranks of every entry: residuals are in units of the averaged gradient. So the sum is what
 training has not delivered yet, whatever the number of ranks. With two levels, another world size or
 another division over nodes starts residuals at zero, with a warning.
 
@@ -201,7 +201,7 @@ class ResidualFiles:
         """Return this rank's part of a checkpoint; None if it has no residuals.
 
         Each file is checked in full by a rank that takes residuals from it. Raises StateError,
-        before anything is loaded, if files are missing, damaged, not of one save, or of another
+        before anything is loaded, if files are missing, damaged, of several saves, or of another
         method or shape.
         """
         found = _found(folder)

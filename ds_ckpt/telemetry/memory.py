@@ -214,9 +214,9 @@ class Operator:
 class MemoryTracker(TorchDispatchMode):
     """Context manager around forward and backward of a step: live and peak bytes. Slow.
 
-    Storages that an operator is given and none has made (weights, inputs) do not count, nor those
-    that are made while `counts` returns False. `operator` is called with every operator. `saved` is
-    to be entered around the forward.
+    Storages that no operator has made (weights, inputs) do not count, nor those that are made while
+    `counts` returns False. `operator` is called with every operator. `saved` is to be entered
+    around the forward.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
 """Lossless changes of 16-bit weights by one optimizer step, in units of the last place.
 
 Sender and receiver hold the old weights, so only the change is sent. Read as integers in the order
-of their values, neighbouring 16-bit floats differ by 1. The change of a weight is a small integer,
-and its size depends on the weight's exponent, which both sides have. Each block has a parameter c,
-and a change z (0, -1, 1, ... as 0, 1, 2, ...) of a weight with exponent e has a Rice code (Golomb
-1966) with k = c - e low bits, 0 to `MAX_LOW_BITS`: z >> k zeros, a one, and k low bits. Weights
-with e > c rarely change: in a block of mode `FLAGS` a group of `GROUP` elements has a bit that is 1
-if one of its rare weights changes. If none does, they have no code.
+of their values, neighbouring 16-bit floats differ by 1. The change of a weight is a small integer.
+Its size depends on the weight's exponent, which both sides have. Each block has a parameter c, and
+a change z (0, -1, 1, ... as 0, 1, 2, ...) of a weight with exponent e has a Rice code (Golomb 1966)
+with k = c - e low bits, 0 to `MAX_LOW_BITS`: z >> k zeros, a one, and k low bits. Weights with
+e > c rarely change: in a block of mode `FLAGS` a group of `GROUP` elements has a bit that is 1 if
+one of its rare weights changes. If none does, they have no code.
 
 `compression.wire` has the layout, and the version that ranks compare at attach. A block that would
-not shrink (mode `UNCOMPRESSED`) has the new weights.
-So all codes of a block are read at once: the places of low bits follow from the old exponents, the
-others from the places of ones. Integer arithmetic alone decides on c and mode: the kernels of
-`lossless_kernels`, which CUDA devices with Triton run, write the same bytes as numpy here.
+not shrink (mode `UNCOMPRESSED`) has the new weights. All codes of a block are read at once: the
+places of low bits follow from the old exponents, the others from the places of ones. Integer
+arithmetic alone decides on c and mode: the kernels of `lossless_kernels`, which CUDA devices with
+Triton run, write the same bytes as numpy here.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `StateFiles` reads and writes the state. This file calls it when DeepSpeed saves and loads, with the
 tag and with the caller's choice of what to load.
 
-A save removes the state of an earlier save under its tag, runs DeepSpeed's save, writes the state,
-and names the tag in `latest`. If it is interrupted, the tag holds no state or an incomplete one,
-which is refused: never the state of one save beside DeepSpeed's files of another.
+A save first removes the state of an earlier save under its tag. Then it runs DeepSpeed's save,
+writes the state, and names the tag in `latest`. If it is interrupted, the tag holds no state or an
+incomplete one, which is refused: never the state of one save beside DeepSpeed's files of another.
 """
 
 from __future__ import annotations

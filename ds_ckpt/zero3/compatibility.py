@@ -349,7 +349,7 @@ def same_ranks(group: Any, other: Any) -> bool:
 def use_shard_group(engine: Any, patches: Patches) -> None:
     """Make the group that shards all trained parameters the optimizer's own.
 
-    With a device mesh, DeepSpeed's is that of the data-parallel ranks, which would decide without
+    With a device mesh, DeepSpeed's is that of the data-parallel ranks. They would decide without
     the sequence-parallel ones whether a step is skipped, and write each other's checkpoint files.
     """
     optimizer = engine.optimizer

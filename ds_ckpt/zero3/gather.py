@@ -2,12 +2,12 @@
 
 ZeRO-3's coordinator releases a module's weights after every forward, also after the second forward
 of checkpointing, and backward gathers them again: 3 gathers per parameter and step instead of 2.
-During a recomputation this hook skips the release and leaves it to backward. Weights that backward
-does not use (a frozen layer, a block whose input needs no gradient) are released when the next
-recomputation begins, at the latest when backward ends.
+During a recomputation this hook skips the release and leaves it to backward. Backward does not use
+all weights (a frozen layer, a block whose input needs no gradient). Unused ones are released when
+the next recomputation begins, at the latest when backward ends.
 
-It also removes entries that early-stopped recomputations leave on DeepSpeed's module stack, counts
-gathers by purpose, and orders gathers after a step behind the step's writes.
+It also removes entries that early-stopped recomputations leave on DeepSpeed's module stack. It
+counts gathers by purpose, and orders gathers after a step behind the step's writes.
 """
 
 from __future__ import annotations

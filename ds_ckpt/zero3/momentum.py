@@ -5,8 +5,8 @@ the largest stable learning rate falls (Cohen et al., arXiv 2207.14484). A share
 gradient g removes most of the delay (a = 1 - b1 is Nesterov's form; Dozat, 2016), at no cost of
 bytes or memory.
 
-DeepSpeed steps one sub-group after the other, each as the only member of its parameter group, and
-its Adams read the group's betas every time. Their bias correction is off in the first steps.
+DeepSpeed steps one sub-group after the other, each as the only member of its parameter group. Its
+Adams read the group's betas every time. Their bias correction is off in the first steps.
 """
 
 from __future__ import annotations

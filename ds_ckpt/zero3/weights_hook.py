@@ -78,7 +78,7 @@ class WeightsHook:
     """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. Collective.
 
     `detach()` drops it; between steps `attach()` creates it again. After the optimizer step the
-    changes are sent chunk by chunk, small parameters that stay gathered first, then in the order of
+    changes are sent chunk by chunk: first small parameters that stay gathered, then in the order of
     forward. A gather waits for the chunks of its parameters, so forward starts while later chunks
     are in flight.
 

@@ -1,8 +1,8 @@
 """Plans within a memory budget: the cheapest way to treat each block, or an error with remedies.
 
 Bytes of a way are sets of storages, so that what two operators or two blocks share is counted once.
-A recompute runs to the last tensor that autograd saves, and leaves out the operators whose results
-were kept, as `activation.checkpoint` does it. A plan is plain values, the same on every rank.
+A recompute runs to the last tensor that autograd saves. It leaves out operators whose results were
+kept, as `activation.checkpoint` does. A plan is plain values, the same on every rank.
 """
 
 from __future__ import annotations
@@ -295,8 +295,8 @@ class Planner:
     def _room(self, allowance: Allowance, stays: int) -> Room:
         """Return the room if every block moves at most `stays` bytes.
 
-        In backward these bytes of the current call and of `prefetch` calls before it are on the
-        device, in forward those of the last two calls.
+        In backward the device has these bytes of the current call and of `prefetch` calls before
+        it. In forward it has those of the last two calls.
         """
         found = self._found
         head = found.head_bytes + found.bytes_of(self._shared - found.outside)

@@ -1,13 +1,13 @@
 """Choose the cheapest option of each block within a budget. Pure numbers.
 
-When backward is at block i, it needs what the blocks before i hold, and what block i needs for its
-own backward. With `head` (saved outside of blocks before the last one has ended) and `tail` that is
+At block i, backward needs what the blocks before i hold, and what block i itself needs. With `head`
+(saved outside of blocks before the last one has ended) and `tail` that is
 
     need_i = max(full_i, held_i + need_{i+1}),   need_n = tail,   head + need_0 <= budget
 
-If one choice for the blocks from i on needs no less and costs no less than another, it is never
-better: only the Pareto front is carried from the last block to the first. Beyond `limit` points,
-the cheapest of nearly equal needs stays.
+A choice for the blocks from i on that needs and costs no less than another is never better: only
+the Pareto front is carried from the last block to the first. Beyond `limit` points, the cheapest of
+nearly equal needs stays.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Floats = npt.NDArray[np.float64]
 class Option:
     """An option for a block.
 
-    `held` bytes wait for backward on the device, `full` are there during the block's backward, and
-    `moved` wait in host memory, which the caller counts.
+    `held` bytes wait for backward on the device, and `full` are there during the block's backward.
+    `moved` bytes wait in host memory; the caller counts them.
     """
 
     held: int

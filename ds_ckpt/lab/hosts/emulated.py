@@ -4,7 +4,7 @@ No root is needed: for other users all namespaces belong to a user namespace. Ra
 the namespaces directly. With `pdsh`, which needs root, every host has its own sshd, so that
 `deepspeed --hostfile` reaches it like a real one.
 
-The namespaces have no names in the system: they exist as long as a host's first process, with which
+The namespaces have no names in the system: they exist as long as a host's first process. With it
 the kernel kills the host's processes and removes its links and queues. The first processes die with
 the Python thread that made them, however that ends. So no process is left over, and several sets of
 hosts do not clash. A killed maker leaves its temporary folder.

@@ -5,9 +5,8 @@
 fails, at a time limit, or after too long a silence. An error names the hosts that do not answer, or
 has the end of the log. No process of it runs afterwards.
 
-DeepSpeed's launcher runs `pkill -f` over pdsh when it is ended gently, which could hit another run
-on a shared machine. So it is killed; its processes on other machines are ended by their ssh, or by
-their own heartbeat.
+If it is ended gently, DeepSpeed's launcher runs `pkill -f` over pdsh, which could hit another run.
+So it is killed; its processes on other machines are ended by their ssh, or by their own heartbeat.
 """
 
 from __future__ import annotations

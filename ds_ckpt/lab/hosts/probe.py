@@ -7,8 +7,8 @@ One process per node takes part. Each pair of nodes is measured while the others
     both ways   both nodes send at once
 
 The number of bytes doubles until sending takes long enough: what a shaper's burst and TCP's slow
-start do to the first ones is then small. Payload is timed; headers take 4 to 5% of an Ethernet
-link with frames of 1500 bytes, so payload at 95.6% of the nominal rate is a full link.
+start do to the first ones is then small. Payload is timed; headers take 4 to 5% of an Ethernet link
+with frames of 1500 bytes. Payload at 95.6% of the nominal rate is a full link.
 """
 
 from __future__ import annotations

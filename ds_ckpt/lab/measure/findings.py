@@ -49,7 +49,7 @@ class ComparisonRow:
         """Return the result: the part of recomputation's time that compression pays for.
 
         `share`, `all`, or `none` that is significant. If recomputation's cost is not significant,
-        it is `free` (the interval excludes its own work), or the machine is too `busy`. A `single`
+        it is `free`: the interval excludes its own work. Else the machine is too `busy`. A `single`
         repetition has no interval.
         """
         cost, work = self.values["cost_s"], self.values["work_s"].value

@@ -1,8 +1,8 @@
 """Worker that `deepspeed` launches for `ds-ckpt measure`, once per link rate.
 
-All configurations live in the same processes, each with an engine of its own, and their trials
-rotate, so that a disturbance of the machine affects all of them. The job lists what to measure.
-Only rank 0 needs the folder: it appends to `samples.jsonl`.
+All configurations live in the same processes, each with an engine of its own. Their trials rotate,
+so that a disturbance of the machine affects all of them. The job lists what to measure. Only rank 0
+needs the folder: it appends to `samples.jsonl`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def train(
 class Result:
     """A finished run.
 
-    `key` is `Plan.key`, `name` is for readers, and `sixteen_bit_bytes` are those that the busiest
+    `key` is `Plan.key`, and `name` is for readers. `sixteen_bit_bytes` are those that the busiest
     worker sends in a compressed step with bf16 gradients.
     """
 
