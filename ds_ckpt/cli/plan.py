@@ -66,9 +66,12 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", help="DeepSpeed JSON file to write: the best settings."),
     ] = None,
-    plugin_output: Annotated[
+    other_output: Annotated[
         Path | None,
-        typer.Option(help="DeepSpeed JSON file to write: the best settings with ds_ckpt."),
+        typer.Option(
+            help="DeepSpeed JSON file to write: the best settings of the other kind, with ds_ckpt "
+            "or without."
+        ),
     ] = None,
     details: Annotated[
         bool, typer.Option("--details", help="Print costs, alternatives, and sources of figures.")
@@ -105,15 +108,21 @@ def plan(
         with progress(len(search.micro_batches())) as search.report:
             best = search.best()
         show(search, best, Console(soft_wrap=True, highlight=False), details=details)
-        for path, one in ((output, best), (plugin_output, search.best_with(plugin=True))):
+        other = search.best_with(plugin=not best.setting.sections)
+        for path, one in ((output, best), (other_output, other)):
             if path is None:
                 continue
             if one is None:
-                typer.echo(f"{path} is not written: no setting with ds_ckpt fits", err=True)
+                typer.echo(f"{path} is not written: no setting of the other kind fits", err=True)
                 continue
             file = deepspeed_file(question, one.setting, one.plan)
             text = json.dumps(file, indent=2) + "\n"
             write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+            typer.echo(
+                f"{path}: write your own optimizer values. A micro-batch of each rank has "
+                f"{file['train_micro_batch_size_per_gpu']} sequences of {made.tokens} tokens",
+                err=True,
+            )
             if one.setting.policy == OWN:
                 words = "call model.gradient_checkpointing_enable() in your script, too"
                 typer.echo(f"{path}: {words}: no file switches that on", err=True)

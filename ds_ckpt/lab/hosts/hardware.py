@@ -22,7 +22,7 @@ HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _CLUSTER = re.compile(
-    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])bit/s)?"
+    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])b(?:it/s|ps|/s))?"
     rf"(?:, ?{_NUMBER} ?([um])s)?",
     re.IGNORECASE,
 )
@@ -101,7 +101,7 @@ class Hardware:
     def entry(self, group: str, name: str, needed: tuple[str, ...] = ()) -> Entry:
         """Look up a name, also without the memory size at its end; problems are collected."""
         known, plain = self.groups.get(group, {}), _plain(name)
-        found = [n for n in known if re.fullmatch(re.escape(plain) + r"(\d+gb)?", _plain(n))]
+        found = [n for n in known if re.fullmatch(rf"(rtx)?{re.escape(plain)}(\d+gb)?", _plain(n))]
         values = dict(known[found[0]]) if found else {}
         name = found[0] if found else name
         if absent := [n for n in needed if not _is_positive(values.get(n))]:
