@@ -14,8 +14,19 @@ and loads are of 16 bytes.
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import triton
 import triton.language as tl
+
+
+def kernel(function: Any) -> Any:
+    """Compile a kernel for its constants and the types of its arguments, and for no values."""
+    arguments = inspect.signature(function).parameters.values()
+    names = [a.name for a in arguments if a.annotation != "tl.constexpr"]
+    how = {"do_not_specialize": names, "do_not_specialize_on_alignment": names}
+    return triton.jit(function, **how)
 
 
 @triton.jit
@@ -60,10 +71,7 @@ def _codes_start(numel, BLOCK: tl.constexpr):
     return ((numel + BLOCK - 1) // BLOCK + 3) // 4 * 8
 
 
-@triton.jit(
-    do_not_specialize=("numel", "values_stride", "payload_stride"),
-    do_not_specialize_on_alignment=("values", "payload"),
-)
+@kernel
 def pack_quantized(
     values,
     payload,
@@ -161,10 +169,7 @@ def _widen(plane, group, some, tile, WIDTH: tl.constexpr, TILE: tl.constexpr):
     return (words[:, None] >> (WIDTH * eight)) & ((1 << WIDTH) - 1)
 
 
-@triton.jit(
-    do_not_specialize=("rows", "numel", "stride", "factor"),
-    do_not_specialize_on_alignment=("first", "into"),
-)
+@kernel
 def unpack_add_quantized(
     first,
     into,
@@ -210,10 +215,7 @@ def unpack_add_quantized(
     tl.store(into + entry, total, mask=there)
 
 
-@triton.jit(
-    do_not_specialize=("numel", "count", "rows", "shard_stride", "offsets_stride", "place_stride"),
-    do_not_specialize_on_alignment=("values", "offsets"),
-)
+@kernel
 def block_maxima(
     values,
     offsets,

@@ -46,8 +46,10 @@ class ErrorFeedbackConfig(Section):
     }
 
     enabled: bool = Field(True, description="Keep one residual per compressed parameter.")
-    dtype: Annotated[Literal["fp32", "bf16", "int8"], _RESIDUALS] = Field(
-        "fp32", description="Type of residuals: 8, 4 or 2.1 bytes per entry."
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "int8"], _RESIDUALS] = Field(
+        "auto",
+        description='Type of residuals: 8, 4 or 2.1 bytes per entry. "auto": "int8" from 2^30 '
+        'entries per rank on, else "fp32".',
     )
     device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
         "accelerator", description='Device of residuals; "cpu": pinned host memory.'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -60,7 +61,11 @@ class Gradients:
         self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, others)
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
         self._exchanges_once = managed and settings.holds_back(engine.gradient_accumulation_steps())
-        self.feedback = settings.residuals(dist.get_rank(group), holds=self._exchanges_once)
+        dense = {BY_DEEPSPEED} if self._exchanges_once else {BY_DEEPSPEED, UNCOMPRESSED}
+        kept = (t for t in self.assignment.tensors if t.how not in dense)
+        entries = sum(math.prod(t.shape) for t in kept) // groups.local
+        rank, holds = dist.get_rank(group), self._exchanges_once
+        self.feedback = settings.residuals(rank, holds=holds, entries=entries)
         inside = groups.inside
         tuner, device = None, torch.empty(0, device=engine.device).device  # with its index
         if settings.autotune and not settings.lossless:
@@ -166,7 +171,8 @@ class Gradients:
             facts.append("one exchange per accumulated step")
         if feedback is not None:
             memory = "host memory" if feedback.on_host else "memory"
-            facts.append(f"residuals take {feedback.nbytes / 1e6:,.4g} MB of {memory}")
+            size = f"{feedback.nbytes / 1e6:,.4g} MB"
+            facts.append(f"{feedback.dtype} residuals take {size} of {memory}")
         if self.nccl_bytes:
             facts.append(
                 f"NCCL's buffers for it take {self.nccl_bytes / 1e6:,.4g} MB of GPU memory"

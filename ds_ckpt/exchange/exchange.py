@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,17 +91,22 @@ class Item:
     @property
     def packed_bytes(self) -> list[int]:
         """Payload bytes of each rank's shard."""
-        bytes_of = self.codec.packed_bytes if self.codec else self._uncompressed_bytes
-        packed = {numel: bytes_of(numel) for numel in set(self.layout.sizes)}
-        return [packed[numel] for numel in self.layout.sizes]
-
-    def _uncompressed_bytes(self, numel: int) -> int:
-        return aligned(numel * self.dtype.itemsize)
+        return _packed_bytes(self.codec, self.dtype, self.layout)
 
     @property
     def divided_last(self) -> bool:
         """Return whether an uncompressed tensor is summed before it is divided."""
         return self.local.dtype == self.dtype and self.dtype.itemsize < 4
+
+
+@lru_cache(maxsize=4096)
+def _packed_bytes(codec: Codec | None, dtype: torch.dtype, layout: LocalShard) -> list[int]:
+    """Compute once what each step needs again, in autograd's thread."""
+    packed = {
+        numel: codec.packed_bytes(numel) if codec else aligned(numel * dtype.itemsize)
+        for numel in set(layout.sizes)
+    }
+    return [packed[numel] for numel in layout.sizes]
 
 
 class AllToAllExchange:

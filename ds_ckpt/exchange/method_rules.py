@@ -28,6 +28,8 @@ Choose = Callable[[str, torch.Size], Compressor | None]
 Levels = Literal["auto", 1, 2]
 WarmupBits = Literal[8, 4, 3]
 When = Literal["auto", "micro_step", "accumulation_boundary"]
+MANY_ENTRIES = 1 << 30
+"""Entries of a rank from which residuals are int8 by default: in fp32 they take 8 GB and more."""
 SPARSE_ROWS = 8192
 """Embeddings with at least so many rows use another method in place of a low rank."""
 
@@ -168,7 +170,7 @@ class ExchangeSettings:
     default: MethodSettings
     rules: tuple[MethodRule, ...] = ()
     error_feedback: bool = True
-    residual_dtype: ResidualDtype = "fp32"
+    residual_dtype: ResidualDtype | Literal["auto"] = "auto"
     residual_device: ResidualDevice = "accelerator"
     warmup_steps: int = 0
     min_numel: int = 4096
@@ -207,14 +209,20 @@ class ExchangeSettings:
 
         return in_few_bits
 
-    def residuals(self, dp_rank: int, *, holds: bool = False) -> Feedback | None:
-        """Return empty residuals of one rank; None if nothing is left out or accumulated."""
+    def residuals(self, dp_rank: int, *, holds: bool = False, entries: int = 0) -> Feedback | None:
+        """Return empty residuals of one rank; None if nothing is left out or accumulated.
+
+        `entries` is about how many a rank will have, the same on every rank.
+        """
         if self.lossless and not holds:
             return None
+        dtype: ResidualDtype = "int8" if entries >= MANY_ENTRIES else "fp32"
+        if self.residual_dtype != "auto":
+            dtype = self.residual_dtype
         return Feedback(
             enabled=self.error_feedback and not self.lossless,
             accumulates=holds,
-            dtype=self.residual_dtype,
+            dtype=dtype,
             device=self.residual_device,
             seed=dp_rank,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_ckpt.compression.triton_kernels import kernel
 from ds_ckpt.weights import lossless_format
 
 BLOCK = tl.constexpr(lossless_format.BLOCK)
@@ -55,10 +56,7 @@ def _write(words, limit, values, places, widths):
     tl.atomic_add(words + word * 0 + last, sums, mask=is_last & (last < limit), sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=("numel",),
-    do_not_specialize_on_alignment=("old", "new", "headers", "ends", "words"),
-)
+@kernel
 def encode(
     old,
     new,
@@ -136,7 +134,7 @@ def encode(
             tl.store(place, z.to(tl.int16), mask=escaped == 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=("headers", "ends", "words", "places"))
+@kernel
 def find_ones(headers, ends, words, places):
     """Write the places of the ones of each block behind its flags, as int16 [blocks, BLOCK]."""
     ROUND: tl.constexpr = BLOCK // 32
@@ -161,10 +159,7 @@ def find_ones(headers, ends, words, places):
         at += ROUND
 
 
-@triton.jit(
-    do_not_specialize=("numel",),
-    do_not_specialize_on_alignment=("weights", "headers", "ends", "words", "places"),
-)
+@kernel
 def decode(weights, headers, ends, words, places, numel: tl.int64, MANTISSA: tl.constexpr):
     """Turn the old weights into the new ones."""
     block = tl.program_id(0).to(tl.int64)

@@ -1,10 +1,32 @@
 """Fixtures that tests of reports share."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _builtins_are_patched_once() -> None:
+    """Triton's interpreter looks for its operators in every call of a function: half its time."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.language import standard
+    from triton.runtime import interpreter
+
+    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope()
+
+    def patched_once(function: Any) -> Any:
+        if scope._changes:  # until the launch ends
+            return interpreter._LangPatchScope()
+        for each in (function, standard.sum.fn):
+            scope._changes += patch(each)._changes
+        return scope
+
+    interpreter._patch_lang = patched_once
 
 
 @pytest.fixture

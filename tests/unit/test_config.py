@@ -50,7 +50,7 @@ def test_defaults_are_documented() -> None:
     found = config.model_dump()
     assert found["compression"]["topk"] == {"density": 0.01, "values": "int8"}
     assert found["compression"]["exchange"] == {"when": "auto", "autotune": True, "levels": "auto"}
-    assert found["compression"]["error_feedback"]["dtype"] == "fp32"
+    assert found["compression"]["error_feedback"]["dtype"] == "auto"
     assert found["compression"]["warmup_steps"] == 100
     assert found["activation"]["save_ops"] == ("matmuls",)
     assert found["weights"] == {"resident": False, "deltas": "auto"}

@@ -1,5 +1,6 @@
 """Memory of a rank, compared with DeepSpeed's rules worked out by hand."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -231,3 +232,16 @@ def test_nccls_buffers_are_of_peers_on_the_node_and_of_groups_over_nodes(
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
     states, _ = estimate(SIZES, file, world, hosts)
     assert states.nccl_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("feedback", "gib", "expected"), [({}, 4, 8.0), ({}, 8, 2.0625), ({"dtype": "fp32"}, 8, 8.0)]
+)
+def test_residuals_of_many_entries_are_int8_by_default(feedback, gib, expected) -> None:
+    """2^29 entries a rank, or 2^30: an fp32 residual and its copy for rollback would take 8 GiB."""
+    section = {**QUANTIZED, "error_feedback": feedback}
+    file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    shape = torch.Size([gib << 13, 1 << 14])
+    parameters = dataclasses.replace(SIZES, shapes=[("w", shape)])
+    states, _ = estimate(parameters, file, 2, None)
+    assert states.residual_bytes == expected * shape.numel()

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -299,6 +300,18 @@ class _Dots(TorchDispatchMode):
         if func._schema.name == "aten::dot":
             self.numels.append(args[0].numel())
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [4, 32])
+def test_sizes_are_computed_once_whatever_the_ranks(size: int) -> None:
+    """Not in each step, in autograd's thread between kernels."""
+    case = Case(size, [(64, 64), (256,)], torch.float32, 0)
+    world = World(size, matrices(TopK(density=0.06)))
+    for step in range(2):
+        with patch.object(TopK, "packed_bytes", side_effect=TopK.packed_bytes, autospec=True) as of:
+            world.reduce(case.names, case.gradients(step))
+        world.commit()
+        assert bool(of.call_count) == (step == 0)
 
 
 def test_a_squared_norm_is_of_fewer_entries_at_a_time_than_cuda_counts() -> None:

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import example, given
@@ -46,6 +48,40 @@ def kernels(on: bool) -> Iterator[None]:
             patch.setattr(fused, name, locked(getattr(fused, name)))
         patch.setattr(fused, "is_supported", lambda device: on)
         yield
+
+
+@contextmanager
+def counted_bytes() -> Iterator[Counter[str]]:
+    """Count launches, and bytes that programs load, store and add to, each operation by itself."""
+    from triton.runtime import interpreter
+
+    moved, builder = Counter[str](), interpreter.InterpreterBuilder
+
+    def counting(name: str, pointers: int, mask: int, times: int) -> Any:
+        call = getattr(builder, name)
+
+        def counted(self: Any, *args: Any) -> Any:
+            size = args[pointers].get_element_ty().primitive_bitwidth // 8
+            moved["bytes"] += times * size * len(numpy.unique(args[pointers].data[args[mask].data]))
+            return call(self, *args)
+
+        return counted
+
+    run = interpreter.InterpretedFunction.run
+
+    def launched(*args: Any, **options: Any) -> Any:
+        moved["launches"] += 1
+        return run(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "run", launched)
+        for name, *places in (
+            ("create_masked_load", 0, 1, 1),
+            ("create_masked_store", 0, 2, 1),
+            ("create_atomic_rmw", 1, 3, 2),
+        ):
+            patch.setattr(builder, name, counting(name, *places))
+        yield moved
 
 
 exact = st.builds(Quantize, bits=st.sampled_from([8, 4, 3]), block=st.sampled_from(BLOCKS))

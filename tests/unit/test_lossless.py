@@ -1,12 +1,12 @@
 """Lossless changes of 16-bit weights: every bit pattern comes through, and few bytes do it."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fused import counted_bytes
 from torch import Tensor
 
 from ds_ckpt.weights import lossless, transfer
@@ -204,35 +204,13 @@ def test_kernels_read_no_other_block_if_weights_differ(rate, held, monkeypatch) 
 @pytest.mark.parametrize("rate", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_kernels_read_and_write_few_bytes(rate: float) -> None:
     """Bytes of memory: those that loads, stores and sums in place touch, and the first zeros."""
-    from triton.runtime import interpreter
-
     old, new = step_of(rate, 5000)
     check_kernels(old, new)
-    moved: Counter[str] = Counter()
-    builder = interpreter.InterpreterBuilder
-
-    def counting(name: str, pointers: int, mask: int, times: int) -> Any:
-        call = getattr(builder, name)
-
-        def counted(self: Any, *args: Any) -> Any:
-            size = args[pointers].get_element_ty().primitive_bitwidth // 8
-            moved[step] += times * size * int(args[mask].data.sum())
-            return call(self, *args)
-
-        return counted
-
     with pytest.MonkeyPatch.context() as patch:
         kernels(patch)
-        for name, *places in (
-            ("create_masked_load", 0, 1, 1),
-            ("create_masked_store", 0, 2, 1),
-            ("create_atomic_rmw", 1, 3, 2),
-        ):
-            patch.setattr(builder, name, counting(name, *places))
-        step = "encode"
-        payload = lossless.encode(old, new)
-        step = "decode"
-        lossless.decode_(old.clone(), payload)
-    moved["encode"] += payload.numel()
-    assert 8 < moved["encode"] / old.numel() < 40, moved
-    assert 4 < moved["decode"] / old.numel() < 40, moved
+        with counted_bytes() as encoding:
+            payload = lossless.encode(old, new)
+        with counted_bytes() as decoding:
+            lossless.decode_(old.clone(), payload)
+    assert 8 < (encoding["bytes"] + payload.numel()) / old.numel() < 40, encoding
+    assert 4 < decoding["bytes"] / old.numel() < 40, decoding

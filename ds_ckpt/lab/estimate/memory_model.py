@@ -272,8 +272,12 @@ def exchange_memory(
 ) -> ExchangeMemory:
     """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
     holds = settings.holds_back(accumulation)
-    feedback = settings.residuals(0, holds=holds)
     local, nodes = dividing_ranks(settings, world, hosts), hosts or world
+    kept = [math.prod(t.shape) for t in assignment.tensors if holds or t.how != UNCOMPRESSED]
+    elements = sum(kept)
+    if local > 1:
+        elements = sum(math.ceil(n / world) * (world // local) for n in kept)
+    feedback = settings.residuals(0, holds=holds, entries=sum(kept) // local)
     groups = [(nodes, 1), (1, local)] if local > 1 else [(nodes, world // nodes)]
     buffers = assignment.buffer_bytes(
         *(bucket, world // local, local),
@@ -282,10 +286,6 @@ def exchange_memory(
     sent = ExchangeMemory(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
     if feedback is None:
         return sent
-    kept = [math.prod(t.shape) for t in assignment.tensors if holds or t.how != UNCOMPRESSED]
-    elements = sum(kept)
-    if local > 1:
-        elements = sum(math.ceil(n / world) * (world // local) for n in kept)
     residuals = round(feedback.entry_bytes * elements)
     return sent._replace(residuals=residuals, on_host=feedback.on_host)
 
