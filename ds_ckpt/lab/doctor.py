@@ -19,7 +19,7 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.units import GIB, size
 
 Status = Literal["ok", "warning", "missing", "broken"]
-_EXTRAS = {"transformers": "hf", "accelerate": "hf", "mpi4py": "mpi"}
+_EXTRAS = {"transformers": "hf", "accelerate": "hf", "mpi4py": "mpi", "scipy": "validation"}
 _PROGRAMS = (
     ("c++", "g++", "the operators that DeepSpeed compiles on first use"),
     ("ssh", "openssh-client", "several nodes"),
@@ -47,7 +47,7 @@ def examine() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     findings = [_version("python", platform.python_version())]
-    for name in ("ds_ckpt", "torch", "deepspeed", "transformers", "accelerate", "mpi4py"):
+    for name in ("ds_ckpt", "torch", "deepspeed", *_EXTRAS):
         try:
             findings.append(_version(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
