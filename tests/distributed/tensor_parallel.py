@@ -184,10 +184,10 @@ class ParallelModel(nn.Module):
         self.blocks = nn.ModuleList(ParallelBlock(width, group, dropout) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
+        x = self.embed(x.to(self.bias.dtype))
         bias = torch.tanh(self.bias).expand(x.shape[0], x.shape[1], -1)
         order = torch.arange(x.shape[1] - 1, -1, -1)
-        scale = torch.linspace(0.5, 1.0, x.shape[-1])
+        scale = torch.linspace(0.5, 1.0, x.shape[-1]).to(x.dtype)
         for block in self.blocks:
             x, bias = block((x, bias), order=order, scale=scale)
         return x.square().mean()

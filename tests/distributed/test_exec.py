@@ -28,7 +28,7 @@ HF = {
 YAML = Path(__file__).with_name("trl_zero3.yaml")
 
 
-def launch(folder, kind, words, section=None, config=None) -> str:
+def launch(folder, kind, words, section=None, config=None, backend=None) -> str:
     """Return the output of `exec` and the launcher of a script; `deepspeed` gets a port."""
     script = [SCRIPT, kind, f"--folder={folder}"]
     if config is not None:
@@ -38,9 +38,9 @@ def launch(folder, kind, words, section=None, config=None) -> str:
     if section is not None:
         (folder / "section.json").write_text(json.dumps({"ds_ckpt": section}))
         given = ["--section", str(folder / "section.json")]
-    prepared = Loopback(2).prepare([*words, *script], folder)
-    program = Path(sys.executable).with_name(Path(prepared.command[0]).name)
-    command = [*EXEC, *given, "--", str(program), *prepared.command[1:]]
+    program = str(Path(sys.executable).with_name(words[0]))
+    prepared = (backend or Loopback(2)).prepare([program, *words[1:], *script], folder)
+    command = [*EXEC, *given, "--", *prepared.command]
     return run(Prepared(command, prepared.environment), folder, limit_s=300)
 
 

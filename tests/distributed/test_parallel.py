@@ -87,7 +87,7 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
         if kind in ULYSSES:
             config["sequence_parallel_size"] = SIZE
         if kind == "mesh":
-            config["data_parallel_size"] = SIZE
+            config["data_parallel_size"] = dist.get_world_size() // SIZE
         if kind == "megatron":
             arguments["mpu"] = mpu = tensor_parallel.MegatronMpu(
                 tensor_parallel.neighbours(SIZE), tensor_parallel.across(SIZE)
@@ -299,6 +299,10 @@ def _check_replicas(ranks: list[Any]) -> None:
         assert one["start"] != one["end"]
 
 
+def _flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7] + b"1234567")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
 def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
@@ -355,8 +359,7 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    flipped = tmp_path / "flipped" / names[3]
-    flipped.write_bytes(flipped.read_bytes()[:-7] + b"1234567")
+    _flip(tmp_path / "flipped" / names[3])
     for name in names:
         if "mp01" in name:
             (tmp_path / "missing" / name).unlink()
@@ -373,20 +376,24 @@ def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["topk", "powersgd"])
-def test_another_data_parallel_size_keeps_a_slices_sum(world2, world4, tmp_path, method) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method"), [("tp", "topk"), ("tp", "powersgd"), ("sp", "topk"), ("mesh", "topk")]
+)
+def test_another_data_parallel_size_keeps_the_sum(world2, world4, tmp_path, kind, method) -> None:
     """DeepSpeed loads a universal checkpoint alone; other tensor-parallel sizes start at 0."""
     sections, folder = {"ds_ckpt": METHODS[method]}, str(tmp_path)
-    saved = world4.run(run, "tp", sections, 5, save=folder, timeout=240)
+    saved = world4.run(run, kind, sections, 5, save=folder, timeout=240)
     universal = convert(tmp_path, "good")
     how = {"checkpoint": {"load_universal": True}, "tag": universal.name, "timeout": 240}
-    loaded = world2.run(resume, "tp", sections, folder, [], 3, 5, **how)
+    loaded = world2.run(resume, kind, sections, folder, [], 3, 5, **how)
     for before, after in zip(saved[:2], loaded, strict=True):
         assert after["losses"][0] == pytest.approx(before["losses"][3], abs=1e-6)
         assert before["owed"].keys() == after["owed"].keys()
         assert any(total.any() for total in after["owed"].values())
         for name, total in before["owed"].items():
             assert torch.allclose(total, after["owed"][name], rtol=1e-6, atol=1e-9)
+    if kind != "tp":
+        return
     shutil.copytree(universal, tmp_path / "without")
     for path in (tmp_path / "without").glob("ds_ckpt_residuals_*"):
         path.unlink()
@@ -439,7 +446,7 @@ def test_methods_train_alike_with_and_without_offloaded_inputs(world4, kind, met
         assert one["losses"] == other["losses"]
         assert one["owed"]
         assert (one["moved"], other["moved"] > 0) == (0, True)
-    if kind == "tp":
+    if kind in ("tp", "megatron"):
         _check_replicas(plain)
 
 
@@ -451,14 +458,18 @@ def test_state_is_resumed_to_the_bit(world4: Any, tmp_path: Path, method: str, k
     saved = world4.run(run, kind, sections, 5, save=str(tmp_path), timeout=240)
     names = "mp0?of02_0000?_of_00002.*" if kind == "megatron" else "0000?_of_00004.*"
     assert len(list((tmp_path / "good").glob(f"ds_ckpt_residuals_{names}"))) == 4
-    loaded = world4.run(resume, kind, sections, str(tmp_path), [], 3, 5, timeout=240)
+    shutil.copytree(tmp_path / "good", tmp_path / "flipped")
+    _flip(sorted((tmp_path / "flipped").glob(f"ds_ckpt_residuals_{names}"))[3])
+    loaded = world4.run(resume, kind, sections, str(tmp_path), ["flipped"], 3, 5, timeout=240)
     for before, after in zip(saved, loaded, strict=True):
+        assert after["unchanged"]
+        assert "checksum" in after["said"]["flipped"]
         assert after["losses"] == before["losses"][-2:]
         assert after["end"] == before["end"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "sp"])
+@pytest.mark.parametrize("kind", ["tp", "sp", "megatron"])
 @pytest.mark.parametrize("deltas", ["lossless", "none"])
 def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, deltas: str) -> None:
     """Two nodes of two: tensor- and sequence-parallel ranks share a node."""
@@ -470,6 +481,8 @@ def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, delt
         assert "resident on each of 2 nodes" in got["summary"]
         assert got["losses"] == expected["losses"]
         assert got["end"] == expected["end"]
+    if kind != "sp":
+        _check_replicas(ours)
 
 
 @pytest.mark.slow

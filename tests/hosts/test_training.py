@@ -1,7 +1,9 @@
 """The real `deepspeed --hostfile` on two hosts, over pdsh, with the plugin, and `measure` so."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from ds_ckpt.engine.tuner import MAX_CYCLES
 from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback, Prepared
 from ds_ckpt.lab.hosts.emulated import namespace
-from ds_ckpt.lab.hosts.launcher import remove_shared_buffers, run
+from ds_ckpt.lab.hosts.launcher import LaunchError, remove_shared_buffers, run
+from tests.distributed import exec_train
+from tests.distributed.test_exec import BLOCK, HF, LAYER, launch, results
 from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -26,12 +31,20 @@ PLUGIN: dict[str, Any] = {
     },
 }
 RESIDENT = {"weights": {"resident": True}}
+_CHOICE = r"(.+?): (\w+) \(ms per step: ([^;)]+)(; no significant difference)?\)"
 Trained = list[dict[str, dict[str, Any]]]
 """Results that `train.py` has written: by rank, then by configuration."""
 
 
 def _train(backend: Backend, folder: Path, *launcher: str) -> Trained:
-    """Run all trainings in one launch by `ds-ckpt exec`."""
+    sections = {"stock": None, "plugin": PLUGIN, "resident": RESIDENT}
+    said = _launch(backend, folder, sections, *launcher)
+    assert "the ds_ckpt section is missing" in said  # of the configuration "stock"
+    return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)]
+
+
+def _launch(backend, folder, sections, *launcher: str, steps=STEPS, width=128) -> str:
+    """Run all trainings in one launch by `ds-ckpt exec`; its output."""
     folder.mkdir()
     zero = {
         "stage": 3,
@@ -45,17 +58,17 @@ def _train(backend: Backend, folder: Path, *launcher: str) -> Trained:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    (folder / "stock.json").write_text(json.dumps(config))
-    (folder / "plugin.json").write_text(json.dumps({**config, "ds_ckpt": PLUGIN}))
-    (folder / "resident.json").write_text(json.dumps({**config, "ds_ckpt": RESIDENT}))
-    argv = ["deepspeed", *launcher, str(SCRIPT), f"--steps={STEPS}", f"--folder={folder}"]
+    for name, section in sections.items():
+        own = {} if section is None else {"ds_ckpt": section}
+        (folder / f"{name}.json").write_text(json.dumps({**config, **own}))
+    argv = ["deepspeed", *launcher, str(SCRIPT), f"--steps={steps}", f"--folder={folder}"]
+    argv.append(f"--width={width}")
     plain = backend.prepare(argv, folder)
     prepared = Prepared([*COMMAND, "exec", "--", *plain.command], plain.environment)
-    said = run(prepared, folder, limit_s=240, backend=backend)
+    said = run(prepared, folder, limit_s=max(240, 2 * steps), backend=backend)
     remove_shared_buffers(backend.port)
     assert "no process on this node" not in said
-    assert "the ds_ckpt section is missing" in said  # of the first configuration
-    return [json.loads((folder / f"trained_{i}.json").read_text()) for i in range(2)]
+    return said
 
 
 def _losses(trained: Trained) -> list[list[Any]]:
@@ -86,6 +99,28 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(pdsh_hosts, two_hosts
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_auto_chooses_by_whole_steps_and_says_what(own_hosts, tmp_path, nodes) -> None:
+    """Both parts over a link that bytes fill; on one node weights are never resident."""
+    own_hosts.set_rate(5)
+    backend = own_hosts if nodes == 2 else Loopback(2)
+    # dense for 100 steps; then as many as a comparison takes at most, or two clear ones
+    steps, width = (100 + 18 * MAX_CYCLES + 2, 16) if nodes == 1 else (160, 48)
+    said = _launch(backend, tmp_path / "run", {"auto": "auto"}, steps=steps, width=width)
+    chosen = {}
+    for line in said.split("ds_ckpt: autotune: ")[1:]:
+        subject, choice, times, verdict = re.match(_CHOICE, line).groups()
+        ms = {name: float(t) for name, t in (one.split() for one in times.split(", "))}
+        assert choice == ([*ms][-1] if verdict else min(ms, key=ms.get))
+        chosen[subject] = choice
+    assert chosen.keys() == {"gradients", *["resident weights"] * (nodes == 2)}
+    if nodes == 2:
+        assert chosen == {"gradients": "compressed", "resident weights": "uncompressed"}
+    assert ("weights not resident: all ranks share one node" in said) == (nodes == 1)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_openmpi_starts_the_plugin_on_both_hosts(own_hosts, tmp_path, monkeypatch) -> None:
     """Ranks are found by mpi4py."""
@@ -96,6 +131,27 @@ def test_openmpi_starts_the_plugin_on_both_hosts(own_hosts, tmp_path, monkeypatc
     for process in _train(own_hosts, tmp_path / "mpi", "--launcher=openmpi"):
         assert process["plugin"]["losses"] != process["stock"]["losses"]
         assert process["resident"]["losses"] == process["stock"]["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["script", "trainer", "accelerate"])
+def test_ways_to_build_an_engine_over_pdsh(own_hosts, tmp_path, kind) -> None:
+    """Sections in code and by --section; accelerate starts DeepSpeed's launcher itself."""
+    words, config = ["deepspeed"], exec_train.PLAIN if kind == "script" else HF
+    if kind == "accelerate":
+        words = ["accelerate", "launch", "--use_deepspeed", "--num_processes=2", "--num_machines=2"]
+        words += [f"--deepspeed_hostfile={own_hosts.folder}/hostfile", "--dynamo_backend=no"]
+        words += ["--machine_rank=0", f"--deepspeed_config_file={tmp_path}/config.json"]
+        words += [f"--main_process_ip={own_hosts.hosts[0].address}"]
+    with pytest.raises(LaunchError) if kind == "script" else contextlib.nullcontext():
+        section = BLOCK if kind == "script" else LAYER
+        launch(tmp_path, kind, words, section, config, own_hosts)
+    first, second = results(tmp_path, kind)
+    assert [one for one, _ in first] == [one for one, _ in second]
+    names = ["block", "segments", "block"] if kind == "script" else ["block"]
+    for name, (session, _) in zip(names, first, strict=True):
+        assert f"checkpointing {name}" in session
 
 
 @pytest.mark.timeout(400)

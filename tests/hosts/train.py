@@ -24,12 +24,12 @@ def sent_bytes() -> int:
     return 0
 
 
-def llama() -> LlamaForCausalLM:
+def llama(width: int = 128) -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=128,
-        hidden_size=128,
-        intermediate_size=352,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -38,8 +38,8 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(shape)
 
 
-def train(config: Path, steps: int) -> dict[str, Any]:
-    model = llama()
+def train(config: Path, steps: int, width: int) -> dict[str, Any]:
+    model = llama(width)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=str(config)
     )
@@ -69,11 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--folder", type=Path, required=True)
     arguments = parser.parse_args()
     deepspeed.init_distributed()
-    configs = [arguments.folder / f"{name}.json" for name in ("stock", "plugin", "resident")]
-    trained = {config.stem: train(config, arguments.steps) for config in configs}
+    configs = sorted(arguments.folder.glob("*.json"))
+    trained = {config.stem: train(config, arguments.steps, arguments.width) for config in configs}
     dp_rank = torch.distributed.get_rank()
     (arguments.folder / f"trained_{dp_rank}.json").write_text(json.dumps(trained))
     torch.distributed.destroy_process_group()
