@@ -9,6 +9,7 @@ that have one recomputation. They never hold weights, whose storage ZeRO-3 chang
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.fingerprints import FingerprintCache
 from ds_ckpt.activation.selective import Recording, Replaying, SavedTensors, Tracker
@@ -37,6 +38,11 @@ from ds_ckpt.errors import Problem, RecomputeError
 from ds_ckpt.telemetry.memory import in_words, version_of
 
 Scope = Callable[[], AbstractContextManager[Any]]
+# ms-swift wraps torch's function to set use_reentrant everywhere; torch's own decorator stays
+checkpoint = inspect.unwrap(
+    torch_checkpoint.checkpoint,
+    stop=lambda f: getattr(f, "__globals__", {}).get("__name__") == "torch._compile",
+)
 
 
 @dataclass

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation.blocks import is_hf_layer
-from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope
+from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope, checkpoint
 from ds_ckpt.activation.inputs import run_plainly
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker

@@ -4,6 +4,7 @@ Each process writes to --folder the sessions that it finds on its engines, and i
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import initialize
 from torch import nn
+from torch.utils import checkpoint
 
 PLAIN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -76,7 +78,14 @@ def train(**given: Any) -> tuple[str, float]:
 
 
 def script(arguments: argparse.Namespace) -> list[tuple[str, float]]:
-    """A file in the arguments, and objects that are built in code, one with a section."""
+    """A file in the arguments, and objects that are built in code, one with a section.
+
+    As ms-swift does, torch's checkpointing is set to be reentrant for all callers.
+    """
+    torchs = checkpoint.checkpoint
+    checkpoint.checkpoint = functools.wraps(torchs)(
+        lambda *args, use_reentrant=None, **named: torchs(*args, use_reentrant=True, **named)
+    )
     given: tuple[dict[str, Any], ...] = ({"args": arguments}, {"config": PLAIN | OWN})
     return [train(**one) for one in (*given, {"config_params": dict(PLAIN)})]
 

@@ -278,7 +278,7 @@ def _tell_accelerate() -> None:
 
 
 @contextlib.contextmanager
-def _installed() -> Any:
+def installed() -> Any:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -355,7 +355,7 @@ def _train_once(folder: Path, plan: str, resume: bool, **flags: Any) -> dict[str
         resume: begin with the checkpoint that an earlier run has left after two steps.
     """
     fresh()
-    with _installed():
+    with installed():
         running = _trainer(str(folder), plan, _model(), **flags)
         start = folder / "checkpoint-2"
         running.train(resume_from_checkpoint=str(start) if resume else None)
@@ -368,7 +368,7 @@ def _accelerated(folder: str, plan: str) -> dict[str, Any]:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
-    with _installed():
+    with installed():
         config = models.zero3_config(accumulation=2, clip=1.0, **_sections(plan))
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         model = _model()
@@ -438,7 +438,7 @@ def test_two_trainers_train_one_model(tmp_path: Path) -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     for plan, flags in (("stock", {}), ("block", {"gradient_checkpointing": True})):
         fresh()
-        with _installed():
+        with installed():
             model, results[plan], trainers = _model(), [], []
             for number in range(2):
                 trainers.append(_trainer(f"{tmp_path}/{plan}{number}", plan, model, **flags))

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.timeout(400)
 SCRIPT = exec_train.__file__
 EXEC = [sys.executable, "-m", "ds_ckpt.cli", "exec"]
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
+HOSTFILE = Path(__file__).parents[2] / "hostfiles" / "one_machine"
+ONE_MACHINE = HOSTFILE.read_text().partition(": ")[2].partition(" --module")[0].split()
+ONE_MACHINE[ONE_MACHINE.index("--hostfile") + 1] = str(HOSTFILE)
 BLOCK = {"activation": {"policy": "block", "modules": ["Block"]}}
 LAYER = {"activation": {"policy": "block"}}
 HF = {
@@ -49,10 +52,16 @@ def results(folder: Path, kind: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "words", [TORCHRUN, pytest.param(["deepspeed"], marks=pytest.mark.slow)], ids=lambda w: w[0]
+    "words", [TORCHRUN, pytest.param(ONE_MACHINE, marks=pytest.mark.slow)], ids=lambda w: w[0]
 )
 def test_plugin_is_active_under_launcher(words, tmp_path, monkeypatch) -> None:
-    """A section for those that have none, the script's own, and a wrong one at the end."""
+    """A section for those that have none, the script's own, and a wrong one at the end.
+
+    The hostfile of one machine is used as its first line says, where ssh fails.
+    """
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho asked >ssh.log; exit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "sitecustomize.py").write_text("print('the own sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     with pytest.raises(LaunchError, match="exit code"):
@@ -68,8 +77,9 @@ def test_plugin_is_active_under_launcher(words, tmp_path, monkeypatch) -> None:
     assert "--section is unused" in said
     assert "$.ds_ckpt.activation.policy" in said
     assert "no process on this node" not in said
-    if words == ["deepspeed"]:  # torchrun shows where it raises its own error
+    if words is ONE_MACHINE:  # torchrun shows where it raises its own error
         assert "Traceback" not in said
+        assert not (tmp_path / "ssh.log").exists()
 
 
 @pytest.mark.slow

@@ -25,10 +25,11 @@ from ds_ckpt.engine import tuner as tuning
 from tests.distributed import models, tensor_parallel
 from tests.distributed.models import topk_section
 from tests.distributed.pool import fresh, hosts, once, ranks
+from tests.distributed.test_ecosystem import installed
 from tests.distributed.training import DENSE, convert, refused
 
 SIZE = 2
-ULYSSES = ("sp", "mesh")
+ULYSSES = ("sp", "mesh", "accelerate")
 METHODS = {
     "topk": topk_section(topk={"density": 0.05}),
     "quantize": topk_section(method="quantize", quantize={"bits": 3}),
@@ -38,6 +39,10 @@ METHODS = {
     ),
 }
 RESIDENT = {"weights": {"resident": True}}
+
+
+def slow(*rows: str) -> list[Any]:
+    return [pytest.param(row, marks=pytest.mark.slow) for row in rows]
 
 
 class _MeanOfTokens(torch.autograd.Function):
@@ -66,14 +71,30 @@ def _sequence_parallel(model: Any) -> Any:
     )
 
 
+def _accelerated(model: Any, config: dict[str, Any]) -> Any:
+    """The engine of `Accelerator.prepare`, which also cuts batches."""
+    from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim
+
+    sizes = {"sp_size": SIZE, "dp_shard_size": dist.get_world_size() // SIZE}
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=ParallelismConfig(**sizes, sp_handler=handler),
+    )
+    engine, _ = accelerator.prepare(model, DummyOptim(model.parameters()))
+    engine.cut = accelerator.deepspeed_ulysses_dl_adapter
+    return engine
+
+
 @contextmanager
 def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[Any]:
     """An engine of two by two ranks.
 
     Args:
         kind: "tp" (AutoTP), "init" (of a model made in zero.Init), "megatron" (an mpu), "sp"
-            (Ulysses, with the mpu that it returns) or "mesh" (Ulysses, with JSON keys alone, from
-            which DeepSpeed makes a device mesh).
+            (Ulysses, with the mpu that it returns), "mesh" (Ulysses, with JSON keys alone, from
+            which DeepSpeed makes a device mesh) or "accelerate" (its `ParallelismConfig`).
     """
     fresh()
     config = models.zero3_config(**{"clip": 1.0, **options}, **sections)
@@ -81,10 +102,11 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
     with (
         tensor_parallel.ulysses_forgotten(),
         tensor_parallel.auto_tp(SIZE) if kind in ("tp", "init") else nullcontext(),
+        installed() if kind == "accelerate" else nullcontext(),
     ):
         if kind in ("tp", "init"):
             config["tensor_parallel"] = {"autotp_size": SIZE}
-        if kind in ULYSSES:
+        if kind in ("sp", "mesh"):
             config["sequence_parallel_size"] = SIZE
         if kind == "mesh":
             config["data_parallel_size"] = dist.get_world_size() // SIZE
@@ -101,13 +123,16 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
         if kind == "tp":  # embeddings and head, the largest matrices, are replicated
             for name in ("lm_head", "model.embed_tokens"):
                 model._tp_plan.pop(name, None)
-        if kind in ULYSSES:
+        if kind in ("sp", "mesh"):
             mpu = _sequence_parallel(model)
             arguments = {"mpu": mpu} if kind == "sp" else {}
-        parameters = list(model.parameters())
-        engine, *_ = ds_ckpt.initialize(
-            model=model, model_parameters=parameters, config=config, **arguments
-        )
+        if kind == "accelerate":
+            engine = _accelerated(model, config)
+        else:
+            parameters = list(model.parameters())
+            engine, *_ = ds_ckpt.initialize(
+                model=model, model_parameters=parameters, config=config, **arguments
+            )
         engine.train()
         try:
             yield engine
@@ -128,6 +153,10 @@ def loss_at(engine: Any, kind: str, step: int) -> torch.Tensor:
     labels[:, -1] = -100
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     own = [x.chunk(SIZE, 1)[dist.get_rank() % SIZE] for x in (tokens, labels, places)]
+    if kind == "accelerate":
+        rows = {"input_ids": tokens, "labels": data["labels"], "position_ids": places}
+        part = next(engine.cut([rows], engine))
+        own = [part[name] for name in ("input_ids", "shift_labels", "position_ids")]
     logits = engine(input_ids=own[0], position_ids=own[2]).logits.flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, own[1].flatten())
     group = parallel_state_sp.get_sequence_parallel_group()
@@ -303,17 +332,17 @@ def _flip(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7] + b"1234567")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "sp", "mesh"])
+@pytest.mark.parametrize("kind", ["megatron", *slow("tp", "sp", "mesh", "accelerate")])
 def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
     """Bucket by bucket; with a sum of two ranks there is one order, with four there are more."""
     stock = world4.run(run, kind, {}, 4, timeout=240)
     sections = {"ds_ckpt": DENSE} if kind == "mesh" else _with_inputs(kind, DENSE)
     ours = world4.run(run, kind, sections, 4, timeout=240)
     for expected, got in zip(stock, ours, strict=True):
-        if kind == "tp":
+        if kind not in ULYSSES:
             assert got["end"] == expected["end"]
             assert got["kept"]
+        assert got["skipped"] == 0
         assert got["losses"] == pytest.approx(expected["losses"], abs=1e-6)
 
 
@@ -327,7 +356,7 @@ def test_replicas_stay_equal_where_ranks_disagree_on_times(world4: Any) -> None:
     _check_replicas(ranks)
 
 
-@pytest.mark.parametrize("method", ["topk", pytest.param("powersgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["topk", *slow("powersgd")])
 def test_tensor_parallel_state_is_resumed_to_the_bit_or_refused_on_all(
     world4: Any, tmp_path: Path, method: str
 ) -> None:
@@ -406,38 +435,17 @@ def test_another_data_parallel_size_keeps_the_sum(world2, world4, tmp_path, kind
         assert rank["losses"]
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("powersgd", marks=pytest.mark.slow)])
-def test_a_megatron_style_mpu(world4: Any, name: str) -> None:
-    """Blocks of plain PyTorch, whose slices have equal names and other values: dense to the bit."""
-    section = DENSE if name == "dense" else METHODS[name]
-    activation = {"modules": ["ParallelBlock"], "partition_min_bytes": 0, "policy": "block"}
-    stock = world4.run(run, "megatron", {}, 4)
-    inputs = {"activation_checkpointing": {"partition_activations": True}}
-    ours = {"ds_ckpt": {"activation": activation, **section}, **inputs}
-    ranks = world4.run(run, "megatron", ours, 4)
-    for expected, got in zip(stock, ranks, strict=True):
-        assert (got["end"] == expected["end"]) == (name == "dense")
-        assert got["kept"]
-        assert got["skipped"] == 0
-
-
-def test_nothing_is_lost_beside_sequence_parallelism(world4: Any) -> None:
-    """Residuals are in units of the mean over all ranks that share a parameter."""
-    for worst in world4.run(conservation, "sp", {"ds_ckpt": METHODS["topk"]}, 1):
-        assert worst < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "megatron", "mesh"])
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("kind", ["sp", *slow("tp", "megatron", "mesh")])
+@pytest.mark.parametrize("method", ["topk", *slow("quantize", "powersgd", "entropy_coded")])
 def test_nothing_is_lost(world4: Any, kind: str, method: str) -> None:
+    """Residuals are in units of the mean over all ranks that share a parameter."""
     for worst in world4.run(conservation, kind, {"ds_ckpt": METHODS[method]}, 2):
         assert worst < 3e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("kind", ["tp", "megatron", "sp", "mesh"])
+@pytest.mark.parametrize("kind", ["tp", "megatron", "sp", "mesh", "accelerate"])
 def test_methods_train_alike_with_and_without_offloaded_inputs(world4, kind, method) -> None:
     plain = world4.run(run, kind, {"ds_ckpt": METHODS[method]}, 12, timeout=240)
     moved = world4.run(run, kind, _with_inputs(kind, METHODS[method]), 12, timeout=240)
@@ -469,7 +477,7 @@ def test_state_is_resumed_to_the_bit(world4: Any, tmp_path: Path, method: str, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "sp", "megatron"])
+@pytest.mark.parametrize("kind", ["tp", "sp", "megatron", "accelerate"])
 @pytest.mark.parametrize("deltas", ["lossless", "none"])
 def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, deltas: str) -> None:
     """Two nodes of two: tensor- and sequence-parallel ranks share a node."""
@@ -481,7 +489,7 @@ def test_resident_weights_are_deepspeeds_to_the_bit(world4: Any, kind: str, delt
         assert "resident on each of 2 nodes" in got["summary"]
         assert got["losses"] == expected["losses"]
         assert got["end"] == expected["end"]
-    if kind != "sp":
+    if kind not in ULYSSES:
         _check_replicas(ours)
 
 

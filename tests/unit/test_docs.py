@@ -114,6 +114,25 @@ def test_every_case_is_on_record() -> None:
     }
 
 
+def test_a_measurement_leaves_the_record_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    """`--measure` is the command of many claims, which readers type."""
+    before = [path.read_bytes() for path in (ledger.RECORD, ledger.PAGE)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(type(CASES[0]), "measure", lambda self: {})
+    monkeypatch.setattr(sys, "argv", ["claims.py", "--measure", CASES[0].name])
+    ledger.main()
+    assert "wrote runs/claims.md" in capsys.readouterr().out
+    assert (tmp_path / "runs/claims.json").exists()
+    assert [path.read_bytes() for path in (ledger.RECORD, ledger.PAGE)] == before
+
+
+def test_others_are_credited() -> None:
+    """Who acts on DeepSpeed's section, and who had the ideas."""
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    for words in ("Lightning's DeepSpeed strategy does", "2605.00539", "2602.06499", "2602.03839"):
+        assert words in text
+
+
 def test_the_page_is_what_the_data_renders_to() -> None:
     judged = ledger.judge(CASES, CLAIMS)
     assert ledger.page(THEMES, CASES, judged) == ledger.PAGE.read_text(encoding="utf-8"), (
