@@ -218,7 +218,7 @@ def test_gpus_are_used_if_there_are_enough(tmp_path, monkeypatch, gpus, wanted, 
         ("node1 8\n", "line 1"),
         ("node1 max_slots=8\n", "line 1"),
         ("a slots=2\na slots=2\n", "line 2"),
-        ("a slots=2\nb slots=4\n", "different slots"),
+        ("a slots=2\nb slots=4\n", "a with 2, b with 4"),
     ],
 )
 def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:

@@ -163,13 +163,13 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise _unusable(where, line, "the node is in an earlier line")
         found[match[1]] = int(match[2])
     if len(set(found.values())) != 1:
-        slots = "nodes with different slots" if found else "no nodes"
+        slots = ", ".join(f"{name} with {count}" for name, count in found.items()) or "no nodes"
         raise _unusable(str(path), slots, "all nodes have the same number of ranks")
     return found
 
 
 def _unusable(where: str, found: str, why: str) -> ConfigError:
-    problem = Problem(where, found, why, "write `name slots=8`, each node in one line")
+    problem = Problem(where, found, why, "write `name slots=8` for each node, in one line")
     return ConfigError(problem, headline="this hostfile cannot be used")
 
 
