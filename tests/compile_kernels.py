@@ -23,6 +23,7 @@ import torch
 
 from ds_ckpt.compression import Quantize
 from ds_ckpt.compression.fused import TILE
+from ds_ckpt.compression.storage import _MIX, _REACH, _STEP, _TO_HALF, _signed
 from ds_ckpt.weights import lossless
 
 _LONG = ("numel", "values_stride", "payload_stride", "stride", "count")
@@ -31,6 +32,12 @@ COUNTS = {"rows": "i32", **dict.fromkeys(_LONG, "i64")}
 PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
 ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
 MAXIMA = {"values": "*fp32", "offsets": "*u8", **COUNTS}
+RESIDUAL = {"gradient": "*bf16", "out": "*fp32", "working": "*fp32", "divisor": "fp32", **COUNTS}
+RESIDUAL |= {"seed": "i32"}
+STORED = {
+    "int8": {"stored": "*i8", "values": "*i8", "scales": "*i16"},
+    "bf16": {"stored": "*i16", "values": "*i16"},
+}
 CHANGES = dict.fromkeys(("old", "new", "weights", "places"), "*i16")
 CHANGES |= {"headers": "*i32", "words": "*i32", "ends": "*i64", **COUNTS}
 
@@ -117,6 +124,8 @@ def _steps() -> None:
         ("pack_quantized", 1),
         ("unpack_add_quantized", None),
         ("block_maxima", 1),
+        ("add_gradient", None),
+        ("round_residual", None),
     ):
         kernel = _Compiled(getattr(triton_kernels, name), seen, writes)
         setattr(triton_kernels, name, kernel)
@@ -125,9 +134,12 @@ def _steps() -> None:
     methods = [Quantize(bits=3), Quantize(bits=2), TopK(density=0.02)]
     shapes = [torch.Size(s) for s in ((64, 48), (33, 7), (1, 40), (1024,), (4000, 3), (2, 1))]
     tensors = {f"{i} {m}": s for m, s in enumerate(shapes) for i in range(len(methods))}
-    world = World(3, lambda name, shape: methods[int(name[0])])
+    world = World(3, lambda name, shape: methods[int(name[0])], residual_dtype="int8")
     for rank in world.exchanges:
         rank.reserve(tensors.items(), torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        bucket = [(name, shape, dtype) for name, shape in tensors.items()]
+        world.exchanges[0].preallocate(bucket, torch.device("cpu"), sends=False)
     for name in ("encode", "find_ones", "decode"):
         kernel = _Compiled(getattr(lossless_kernels, name), seen, None)
         setattr(lossless_kernels, name, kernel)
@@ -169,6 +181,15 @@ def main() -> None:
                 found[key] = compiled(*kernel, capability, **how)
         key = f"unpack_add, 2 bits, contracted, sm_{capability}"
         found[key] = compiled(*add, capability, enable_fp_fusion=True)
+        for stored, types in STORED.items():
+            constants = {"STEP": _signed(_STEP), "MIX": _MIX, "REACH": _REACH, "TO_HALF": _TO_HALF}
+            constants |= {"BLOCK": 64, "TILE": TILE, "ALIGNED": True, "scales": None}
+            for name in ("add_gradient", "round_residual"):
+                key, kernel = f"{name}, {stored}, sm_{capability}", getattr(triton_kernels, name)
+                given = {k: v for k, v in constants.items() if k not in types}
+                found[key] = compiled(
+                    kernel, RESIDUAL | types, given, capability, enable_fp_fusion=False
+                )
         blocks = {"K": 2, "ROWS": 256, "COLUMNS": 32}
         found[f"maxima, sm_{capability}"] = compiled(
             triton_kernels.block_maxima, MAXIMA, blocks, capability

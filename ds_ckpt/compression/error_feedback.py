@@ -26,8 +26,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import on_host
-from ds_ckpt.compression.storage import TORCH_DTYPES, QuantizedTensor, ResidualDtype, entry_bytes
+from ds_ckpt.compression.storage import (
+    BLOCK,
+    TORCH_DTYPES,
+    QuantizedTensor,
+    ResidualDtype,
+    entry_bytes,
+)
 
 ResidualDevice = Literal["accelerator", "cpu"]
 
@@ -134,6 +141,11 @@ class Feedback:
         if source is None:
             # widened first: fp16 / divisor would round, and underflow under a large loss scale
             return torch.div(grad_flat.float(), divisor, out=working)
+        if source.values.dtype != torch.float32 and fused.is_supported(device):
+            stored, *scales = (t.to(device, non_blocking=True) for t in source.tensors)
+            tensors = stored, scales[0] if scales else None, grad_flat
+            fused.add_gradient(*tensors, divisor, working, BLOCK)
+            return working
         if source.values.dtype == torch.float32:
             summand = source.values.to(device, non_blocking=True)
         else:

@@ -82,6 +82,43 @@ def unpack_add_quantized(
         )
 
 
+def add_gradient(
+    stored: Tensor, scales: Tensor | None, gradient: Tensor, divisor: float, out: Tensor, block: int
+) -> None:
+    """Write `stored * scales + gradient / divisor`, all [n]: bf16 or int8, any dtype, fp32."""
+    from ds_ckpt.compression import triton_kernels
+
+    tensors, numel = [t if t is None else _in_bits(t) for t in (stored, scales)], out.numel()
+    if numel:
+        triton_kernels.add_gradient[(-(-numel // TILE),)](
+            *(*tensors, gradient, out, numel, float(divisor)),
+            BLOCK=block,
+            ALIGNED=numel % 16 == 0 and all(map(_aligned, (stored, gradient, out))),
+            **_OPTIONS,
+        )
+
+
+def round_residual(
+    working: Tensor, values: Tensor, scales: Tensor | None, seed: int, options: dict[str, Any]
+) -> None:
+    """Round fp32 [n] to bf16 or int8 with scales, as the operators of `storage` do."""
+    from ds_ckpt.compression import triton_kernels
+
+    tensors, numel = [t if t is None else _in_bits(t) for t in (values, scales)], working.numel()
+    if numel:
+        triton_kernels.round_residual[(-(-numel // TILE),)](
+            *(working, *tensors, numel, seed),
+            ALIGNED=numel % 16 == 0 and _aligned(working) and _aligned(values),
+            **options,
+            **_OPTIONS,
+        )
+
+
+def _in_bits(values: Tensor) -> Tensor:
+    """View bf16 as int16: Triton's interpreter computes without bf16."""
+    return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
 def _aligned(values: Tensor) -> bool:
     """Return whether all rows begin at multiples of 16 bytes."""
     starts = [values.data_ptr(), *(n * values.itemsize for n in values.stride()[:-1])]

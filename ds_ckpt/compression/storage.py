@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import on_host
 
 ResidualDtype = Literal["fp32", "bf16", "int8"]
@@ -99,6 +100,11 @@ class QuantizedTensor:
             return
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
         numel, device = working.numel(), working.device
+        if fused.is_supported(device):
+            constants = {"STEP": _signed(_STEP), "MIX": _MIX, "REACH": _REACH, "TO_HALF": _TO_HALF}
+            options = {"BLOCK": BLOCK, **constants}
+            fused.round_residual(working, self.values, self.scales, _signed(seed), options)
+            return
         chunk = min(numel, _CHUNK if on_host(device) else _CHUNK_ACCELERATOR)
         counter = torch.arange(chunk, dtype=torch.int32, device=device).mul_(_signed(_STEP))
         for start, stop in _chunks(numel, device):

@@ -246,3 +246,84 @@ def block_maxima(
         best = tl.max(keys, axis=0)
         tl.store(start + place * place_stride, (best & 255).to(tl.uint8), mask=column < count)
         keys = tl.where(keys == best[None, :], -1, keys)
+
+
+@triton.jit
+def _blocks(numel, BLOCK: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the tile's start, its entries [TILE / BLOCK, BLOCK], and which there are."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    count = tl.minimum(numel - start, TILE).to(tl.int32)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    entry = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return start, entry, entry < count
+
+
+@kernel
+def add_gradient(
+    stored,
+    scales,
+    gradient,
+    out,
+    numel: tl.int64,
+    divisor,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Write a residual of bf16 (`scales` is None) or int8, plus a share of a gradient, in fp32."""
+    start, entry, there = _blocks(numel, BLOCK, TILE, ALIGNED)
+    stored += start
+    gradient += start
+    out += start
+    if ALIGNED:
+        stored, gradient = tl.multiple_of(stored, 16), tl.multiple_of(gradient, 16)
+        out = tl.multiple_of(out, 16)
+    x = tl.load(stored + entry, mask=there, other=0).to(tl.int32)
+    if scales is None:
+        x = _wide(x & 0xFFFF)
+    else:
+        scale = tl.load(scales + (start + entry) // BLOCK, mask=there, other=0).to(tl.int32)
+        x = x.to(tl.float32) * _wide(scale & 0xFFFF)
+    g = tl.load(gradient + entry, mask=there, other=0).to(tl.float32)
+    tl.store(out + entry, x + tl.div_rn(g, divisor + tl.zeros_like(g)), mask=there)
+
+
+@kernel
+def round_residual(
+    working,
+    values,
+    scales,
+    numel: tl.int64,
+    seed,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEP: tl.constexpr,
+    MIX: tl.constexpr,
+    REACH: tl.constexpr,
+    TO_HALF: tl.constexpr,
+):
+    """Round fp32 to bf16 (`scales` is None) or int8, with the random numbers of `storage`."""
+    start, entry, there = _blocks(numel, BLOCK, TILE, ALIGNED)
+    working += start
+    values += start
+    if ALIGNED:
+        working, values = tl.multiple_of(working, 16), tl.multiple_of(values, 16)
+    x = tl.load(working + entry, mask=there, other=0.0)
+    random = (start.to(tl.int32) + entry) * STEP + seed
+    random = (random ^ (random >> 15)) * MIX
+    if scales is None:
+        most: tl.constexpr = 3.3895313892515355e38
+        bits = tl.minimum(tl.maximum(x, -most), most).to(tl.int32, bitcast=True)
+        rounded = (bits + ((random >> 16) & 0xFFFF)) >> 16
+        tl.store(values + entry, rounded.to(tl.int16), mask=there)
+    else:
+        scale = tl.max(tl.abs(x), axis=1)
+        scale = tl.maximum(tl.div_rn(scale, tl.zeros_like(scale) + REACH), 1.1754943508222875e-38)
+        scale = (scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+        block = start // BLOCK + tl.arange(0, TILE // BLOCK)
+        tl.store(scales + block, scale.to(tl.int16), mask=block * BLOCK < numel)
+        inverse = tl.div_rn(tl.zeros((TILE // BLOCK,), tl.float32) + 1.0, _wide(scale))
+        y = x * inverse[:, None] + random.to(tl.float32) * TO_HALF + 0.5
+        tl.store(values + entry, tl.floor(y).to(tl.int8), mask=there)
