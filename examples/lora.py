@@ -1,23 +1,25 @@
-"""LoRA with PEFT: a frozen model whose adapters are trained, weights kept on every host.
+"""LoRA with the HF Trainer: a frozen model whose adapters are trained, weights kept on every node.
 
     deepspeed --num_gpus 2 examples/lora.py --steps 60
 
-With ds_ckpt the embeddings need no `enable_input_require_grads`. On several hosts `"resident"`
-keeps gathers of the frozen weights inside each (`lora.json`); on one it changes nothing.
+The embeddings need no `enable_input_require_grads`. On several nodes `"resident"` keeps gathers of
+the frozen weights inside each (`lora.json`); on one it changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import peft
-import torch.distributed as dist
+import torch
+import transformers
 from corpus import batches, small_llama
 
-import ds_ckpt
+import ds_ckpt.auto  # noqa: F401, importing it is all
 
-SEQUENCES, LENGTH = 4, 128
+ROWS, LENGTH = 2048, 128
 
 
 def main() -> None:
@@ -29,24 +31,27 @@ def main() -> None:
     adapters = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
+    # before the arguments, which would have DeepSpeed partition the model while it is made
     model = peft.get_peft_model(small_llama(), adapters)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, _, _, _ = ds_ckpt.initialize(
-        model=model, model_parameters=trained, config=str(Path(__file__).with_suffix(".json"))
-    )
-    rank = dist.get_rank()
-    if rank == 0:
-        print(model.get_nb_trainable_parameters()[0], "parameters are trained", flush=True)
-    data = batches(rank, SEQUENCES, LENGTH)
-    for step in range(options.steps):
-        ids = next(data).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        if rank == 0 and (step % 10 == 0 or step + 1 == options.steps):
-            print(f"step {step + 1:4}  loss {loss.item():.4f}", flush=True)
-    engine.destroy()
-    dist.destroy_process_group()
+    rows = [{"input_ids": row, "labels": row} for row in next(batches(0, ROWS, LENGTH))]
+    with TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            deepspeed=str(Path(__file__).with_suffix(".json")),
+            per_device_train_batch_size=4,
+            learning_rate=5e-3,
+            max_steps=options.steps,
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        result = trainer.train()
+        if arguments.process_index == 0:
+            print(f"{model.get_nb_trainable_parameters()[0]} parameters are trained")
+            print(f"mean loss of {result.global_step} steps: {result.training_loss:.4f}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
