@@ -19,7 +19,7 @@ from virtual import World
 
 from ds_ckpt.activation.offload import BlockCall, InputStore, SideStream, Wait
 from ds_ckpt.activation.policies import Policy, PolicySettings
-from ds_ckpt.compression import Feedback, Quantize
+from ds_ckpt.compression import Dense, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.weights import changes, lossless, transfer
@@ -192,6 +192,60 @@ def _exchanged(gpus: list[Gpu], where: Any, *, on: Stream | None = None) -> None
 def test_an_exchange_is_ordered_and_waits_for_nothing(where: str) -> None:
     gpus = [Gpu(), Gpu()]
     _exchanged(gpus, where)
+    assert [gpu.findings for gpu in gpus] == [[], []]
+
+
+def _on_nccls_stream(
+    gpu: Gpu, comm: Stream, collective: Callable[..., None]
+) -> Callable[..., None]:
+    """A collective whose caller's stream waits for it, and no other."""
+
+    def call(*given: Any) -> None:
+        gpu.uncounted(collective)(*given)
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        comm.wait_stream(gpu.current_stream())
+        with gpu.stream(comm):
+            gpu.kernel("collective", [], [t.inner for t in tensors], host=False)  # type: ignore[attr-defined]
+        for tensor in tensors:
+            gpu.keep_for(tensor, comm)
+        gpu.current_stream().wait_stream(comm)
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["accelerator", "cpu"])
+@pytest.mark.parametrize("compressor", [Dense(), Quantize(bits=3), TopK(density=0.05), LowRank(2)])
+def test_neither_backward_nor_the_host_waits_for_an_exchange(compressor, where) -> None:
+    """DeepSpeed's reduction stream does, with the next bucket; backward's end waits for it."""
+    world, gpus = World(2, lambda name, shape: compressor), [Gpu(), Gpu()]
+    streams = [(gpu.current_stream(), gpu.Stream(), gpu.Stream()) for gpu in gpus]
+    for p, exchange in enumerate(world.exchanges):
+        exchange.feedback = world.feedbacks[p] = Feedback(device=where, dtype="int8", seed=p)
+        for name in ("all_to_all", "all_reduce"):
+            collective = getattr(exchange.transport, name)
+            call = _on_nccls_stream(gpus[p], streams[p][2], collective)
+            setattr(exchange.transport, name, call)
+
+    def backward(p: int) -> None:
+        gpu, (compute, reduction, comm) = gpus[p], streams[p]
+        clocks = [(who, other) for who in (compute, "host") for other in (reduction, comm)]
+        before = [gpu.seen[who].get(other, 0) for who, other in clocks]
+        held = []
+        for bucket in range(3):
+            held.append(gpu.tensor(torch.randn(48, 64).bfloat16()) * 1.0)
+            reduction.wait_stream(compute)
+            with gpu.stream(reduction):
+                held += world.exchanges[p].average([f"w{bucket}"], held[-1:], 8.0)
+        assert [gpu.seen[who].get(other, 0) for who, other in clocks] == before
+        compute.wait_stream(reduction)
+        after = [gpu.seen[who].get(other, 0) for who, other in clocks]
+        assert all(now > then for now, then in zip(after[:2], before[:2], strict=True))
+        assert not gpu.waits
+
+    with gpus[0].watched():
+        for _ in range(3):
+            world.virtual.run(lambda p: in_threads(gpus[p], backward)(p))
+            world.commit()
     assert [gpu.findings for gpu in gpus] == [[], []]
 
 
