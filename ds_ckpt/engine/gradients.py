@@ -115,13 +115,12 @@ class Gradients:
         self.nccl_bytes = measure_non_torch_bytes(device, partial(preallocate, True))
 
     def sample(self) -> ExchangeSample:
-        """Return the times and errors of the last step."""
-        seconds, norm = self.step.exchange.timings.seconds, gradient_norm(self._engine)
+        """Return the errors of the last step, and the bytes that compression saves."""
         exchanges = 1 if self._exchanges_once else self._engine.gradient_accumulation_steps()
         sent_share = exchanges * (self.groups.world - 1) / self.groups.world / self.groups.local
         saved_bytes = sent_share * (self.assignment.dense_bytes - self.assignment.sent_bytes)
-        about = (self.sampler.latest, norm, self.step.is_compressing, saved_bytes)
-        return ExchangeSample(dict(seconds), *about)
+        norm = gradient_norm(self._engine)
+        return ExchangeSample(self.sampler.latest, norm, self.step.is_compressing, saved_bytes)
 
     def dense(self) -> StepState:
         """Return an exchange that sends everything, to compare with DeepSpeed's reduction."""

@@ -201,7 +201,7 @@ class Session:
         device = torch.device(self.engine.device)
         self.counters.spans = spans = Spans() if device.type == "cpu" else EventSpans(device)
         if exchange is not None:
-            exchange.step.exchange.timings.spans = spans
+            exchange.step.exchange.spans = spans
         monitor = getattr(self.engine, "monitor", None)
         has_monitor = dist.get_rank() == 0 and monitor is not None and monitor.enabled
         self._steps = StepLog(

@@ -43,7 +43,7 @@ from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.method_rules import Choose
 from ds_ckpt.exchange.metric import PreconditionerEstimate
 from ds_ckpt.exchange.transport import NullTransport, Packets, Transport
-from ds_ckpt.telemetry.timings import Errors, Timings
+from ds_ckpt.telemetry.timings import Errors, Spans, timed
 
 _LONGEST_DOT = 1 << 30
 Bucket = Sequence[tuple[str, torch.Size, torch.dtype]]
@@ -118,7 +118,7 @@ class AllToAllExchange:
 
     Attributes:
         world: ranks that are averaged over.
-        timings: seconds by section.
+        spans: records of the exchange's sections; None: they are not timed.
         errors: what compression leaves out, while it is sampled.
     """
 
@@ -148,7 +148,7 @@ class AllToAllExchange:
         self.world = transport.world * (in_host.processes if in_host else 1)
         self._members = in_host.members if in_host else tuple(range(transport.world))
         self._me = transport.dp_rank
-        self.timings = Timings()
+        self.spans: Spans | None = None
         self.errors = Errors()
 
     def reserve(
@@ -197,7 +197,6 @@ class AllToAllExchange:
             self.reset_step()
         finally:
             self.transport, self._in_host = transport, in_host
-            self.timings.seconds.clear()
 
     def reset_step(self) -> None:
         """Forget the flag of accumulated gradients; the caller commits or rolls back the rest."""
@@ -234,7 +233,7 @@ class AllToAllExchange:
         A non-finite value in them flags every bucket of the step. Arguments as for `average`.
         """
         items = self._items(names, tensors, self._choose if choose is None else choose)
-        with self.timings.section("residual"):
+        with timed("residual", self.spans):
             sums = []
             for item in items:
                 if self.world > 1:
@@ -293,12 +292,10 @@ class AllToAllExchange:
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
         """Return a bucket's tensors with compressors, contributions and layouts."""
-        if tensors:
-            self.timings.is_asynchronous = not on_host(tensors[0].device)
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self._in_host is not None and flats:
-            with self.timings.section("in_host"):
+            with timed("in_host", self.spans):
                 flats = self._in_host.sum(flats, shards)
         layouts = [local_shard(s, self._members) for s in shards]
         return [
@@ -319,13 +316,12 @@ class AllToAllExchange:
         """Exchange one bucket, from residuals to sums."""
         if not items:
             return []
-        timed = self.timings.section
         others = [item for item in items if not isinstance(item.compressor, LowRank)]
         low: LowRankPart | None = None
         packets: Packets | None = None
-        with timed("residual"):
+        with timed("residual", self.spans):
             finite = self._accumulate(items, loss_scale)
-        with timed("pack"):
+        with timed("pack", self.spans):
             if len(others) < len(items):
                 low = self._low_rank(items)
                 finite = low.first(finite)
@@ -333,11 +329,11 @@ class AllToAllExchange:
                 packets = self._pack(others, finite)
             self._store(items, finite)
         if packets is not None:
-            with timed("wire"):
+            with timed("wire", self.spans):
                 packets.exchange()
                 others_finite, self._same_version = wire.read_headers(packets.incoming[0])
                 finite = finite & others_finite
-        with timed("unpack"):
+        with timed("unpack", self.spans):
             if low is not None:
                 finite = low.second(finite)
             self._finite.append(finite)
@@ -370,7 +366,7 @@ class AllToAllExchange:
         return finite if accumulated is None else finite & accumulated
 
     def _low_rank(self, items: Sequence[Item]) -> LowRankPart:
-        low = LowRankPart(self.transport, self.factors, self.timings, items[0].local.device)
+        low = LowRankPart(self.transport, self.factors, self.spans, items[0].local.device)
         for item in items:
             if isinstance(item.compressor, LowRank) and item.pending is not None:
                 blocks = RowBlocks.of(item.layout, matrix_shape(item.shape)[1])

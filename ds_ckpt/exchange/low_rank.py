@@ -37,7 +37,7 @@ from ds_ckpt.compression.error_feedback import finite_flag
 from ds_ckpt.compression.powersgd import Factors, LowRank
 from ds_ckpt.exchange.layout import LocalShard
 from ds_ckpt.exchange.transport import Transport
-from ds_ckpt.telemetry.timings import Timings
+from ds_ckpt.telemetry.timings import Spans, timed
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class LowRankPart:
     """
 
     def __init__(
-        self, transport: Transport, factors: Factors, timings: Timings, device: torch.device
+        self, transport: Transport, factors: Factors, spans: Spans | None, device: torch.device
     ) -> None:
         self._dp_rank = transport.dp_rank
         self._factor_sum = FactorSum(transport)
         self._factors = factors
-        self._timings = timings
+        self._spans = spans
         self._device = device
         self._matrices: dict[str, _Matrix] = {}
         self._warm: list[_Matrix] = []
@@ -195,7 +195,7 @@ class LowRankPart:
             item.mine = self._factor_sum.rounded(powersgd.project(item.matrix, item.given))
         flag = torch.zeros(1, dtype=torch.float32, device=self._device)
         flag.masked_fill_(~finite, torch.nan)
-        with self._timings.section("wire"):
+        with timed("wire", self._spans):
             _, *sums = self._factor_sum.sum([flag, *(item.mine for item in items)])
         finite = self._factor_sum.finite
         for item, total in zip(items, sums, strict=True):
@@ -215,7 +215,7 @@ class LowRankPart:
         """
         items = list(self._matrices.values())
         if items:
-            with self._timings.section("wire"):
+            with timed("wire", self._spans):
                 sums = self._factor_sum.sum([item.mine for item in items])
             finite = finite & self._factor_sum.finite
             for (name, item), total in zip(self._matrices.items(), sums, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ds_ckpt.telemetry.counters import Counters, CounterValues
-from ds_ckpt.telemetry.timings import EXPOSED, Spans, step_parts
+from ds_ckpt.telemetry.timings import EXPOSED, SECTIONS, Spans, step_parts
 from ds_ckpt.telemetry.units import MB, number
 
 log = logging.getLogger("ds_ckpt")
@@ -35,7 +35,6 @@ class ExchangeSample(NamedTuple):
     `saved_bytes` are those that this rank sends less in a compressed step than in a dense one.
     """
 
-    seconds: Mapping[str, float] = MappingProxyType({})
     energies: Mapping[str, tuple[float, float]] = MappingProxyType({})
     gradient_norm: float | None = None
     compresses: bool = False
@@ -54,7 +53,6 @@ class Interval:
     seconds: float
     counted: CounterValues
     parameters: int
-    exchange_s: Mapping[str, float]
     exchange: ExchangeSample
     timed: Sequence[tuple[bool, Mapping[str, float]]] = ()
     uncompressed_s: float | None = None
@@ -93,9 +91,10 @@ def gathers_a_parameter(interval: Interval) -> float:
 
 
 @step_field
-def exchange_s(interval: Interval) -> Value:
-    """Return the host seconds per step, by section of the exchange (`timings.Timings`)."""
-    return {name: seconds / interval.steps for name, seconds in interval.exchange_s.items()}
+def exchange_s(interval: Interval) -> Value | None:
+    """Return the seconds per step, by section of the exchange; None without an exchange."""
+    found = {name: interval.part_s(name) for name in SECTIONS} if interval.timed else {}
+    return found if any(found.values()) else None
 
 
 @step_field
@@ -193,7 +192,7 @@ class StepLog:
         if path:
             wanted = Path(path)
             self._file = wanted.with_name(f"{wanted.name.removesuffix('.jsonl')}.{rank}.jsonl")
-        self._before, self._exchange_s = counters.snapshot(), Counter(sample().seconds)
+        self._before = counters.snapshot()
         self._time_s, self._steps = time.perf_counter(), 0
         self.last: dict[str, Any] | None = None
 
@@ -205,17 +204,15 @@ class StepLog:
             return
         now, now_s = self._counters.snapshot(), time.perf_counter()
         exchange = self._sample()
-        exchange_s = {name: s - self._exchange_s[name] for name, s in exchange.seconds.items()}
         took_s, counted = now_s - self._time_s, now - self._before
         has_baseline = len(self._uncompressed_s) >= MIN_UNCOMPRESSED
         uncompressed_s = median(self._uncompressed_s) if has_baseline else None
-        about = (len(now.gathers), exchange_s, exchange, self._timed, uncompressed_s)
+        about = (len(now.gathers), exchange, self._timed, uncompressed_s)
         interval, self._timed = Interval(self._steps, took_s, counted, *about), []
         found = {name: read(interval) for name, read in FIELDS.items()}
         values = {name: value for name, value in found.items() if value is not None}
         self.last = {"step": step, "steps": self._steps, **values}
-        self._before, self._exchange_s = now, Counter(exchange.seconds)
-        self._time_s, self._steps = now_s, 0
+        self._before, self._time_s, self._steps = now, now_s, 0
         self.note(self.last)
         if self._is_logging_rank:
             log.info(line_of(self.last))

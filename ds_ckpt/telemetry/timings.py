@@ -1,9 +1,9 @@
-"""Time spans and sections of a step, ranges of profilers, and statistics of residuals.
+"""Time spans of a step, ranges of profilers, and statistics of residuals.
 
-Telemetry, or `ds-ckpt measure`, sets a `Spans` on a session's counters and timings. Kinds of spans
+Telemetry, or `ds-ckpt measure`, sets a `Spans` on a session's counters and exchange. Kinds of spans
 are the loop's phases (`forward`, `backward`, `update`), `recompute`, `gather` (DeepSpeed's fetch of
 a module's weights), the purposes of collectives, `collective` (a call, or the wait for one) and the
-sections of `Timings`. Each kind is a range of torch's profiler, too.
+`SECTIONS` of an exchange. Each kind is a range of torch's profiler, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,8 @@ _REASONS = {
 }
 EXPOSED = ("exchange", "gather", "weights", "other")
 """Reasons for which a step waits for the network."""
+SECTIONS = ("in_host", "residual", "pack", "wire", "unpack")
+"""Sections of an exchange: `in_host` sums inside the node, `wire` waits for other ranks' bytes."""
 
 
 def profiler_range(kind: str) -> AbstractContextManager[Any]:
@@ -155,13 +157,16 @@ def innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]
 def step_parts(spans: Sequence[Span], waits: frozenset[str]) -> dict[str, float]:
     """Return a step's seconds of waiting by reason (`EXPOSED`), and of `recompute` without waits.
 
-    `reduction` is all of the reduction, waits and work: what compression changes.
+    `reduction` is all of the reduction, waits and work: what compression changes. `SECTIONS` divide
+    an exchange, each without those inside it.
     """
-    seconds = dict.fromkeys((*EXPOSED, "recompute", "reduction"), 0.0)
+    seconds = dict.fromkeys((*EXPOSED, *SECTIONS, "recompute", "reduction"), 0.0)
     for start_s, end_s, kinds in innermost(spans):
         reason = next((_REASONS[kind] for kind in reversed(kinds) if kind in _REASONS), "other")
         if reason == "exchange":
             seconds["reduction"] += end_s - start_s
+            if section := next((kind for kind in reversed(kinds) if kind in SECTIONS), None):
+                seconds[section] += end_s - start_s
         if not waits.isdisjoint(kinds):
             seconds[reason] += end_s - start_s
         elif "recompute" in kinds:
@@ -183,35 +188,6 @@ class TimedHandle:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
-
-
-@dataclass
-class Timings:
-    """Host seconds by section, without those of inner sections, for one thread at a time.
-
-    Sections are `in_host` (sum inside the node), `residual`, `pack`, `wire` (waiting for other
-    ranks and their bytes) and `unpack`. An accelerator's (`is_asynchronous`) are not timed.
-    """
-
-    spans: Spans | None = None
-    is_asynchronous: bool = False
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _open: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """Time the block as a section."""
-        self._open.append(name)
-        start_s = time.perf_counter()
-        try:
-            with timed(name, self.spans):
-                yield
-        finally:
-            self._open.pop()
-            took_s = 0.0 if self.is_asynchronous else time.perf_counter() - start_s
-            self.seconds[name] += took_s
-            if self._open:
-                self.seconds[self._open[-1]] -= took_s
 
 
 @dataclass

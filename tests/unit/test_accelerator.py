@@ -119,7 +119,7 @@ def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int)
 def test_times_of_a_live_run_cost_no_host_wait() -> None:
     processes = OnGpus(2, "4 bits")
     with processes.gpus[0].watched():
-        spans = processes.world.exchanges[0].timings.spans = EventSpans(DEVICE)
+        spans = processes.world.exchanges[0].spans = EventSpans(DEVICE)
     for step in range(3):
         processes.reduce(_gradients(2, step))
         assert not any(gpu.waits for gpu in processes.gpus)

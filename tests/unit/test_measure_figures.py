@@ -25,7 +25,7 @@ from ds_ckpt.lab.measure.parts import PARTS, parts
 from ds_ckpt.lab.measure.samples import Sample, StepTime, Trial
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
-from ds_ckpt.telemetry.timings import Span, Spans, Timings
+from ds_ckpt.telemetry.timings import Span, Spans
 from ds_ckpt.zero3 import collectives
 from tests.unit import measure_samples as known
 
@@ -368,14 +368,14 @@ def test_spans_nest_by_thread_and_end_with_exceptions() -> None:
 
 
 def test_purposes_and_sections_are_spans_only_where_somebody_measures() -> None:
-    counters, timings, spans = Counters(), Timings(), Spans()
-    with counters.purpose(Purpose.REDUCE), timings.section("pack"), counters.span("recompute"):
+    counters, spans = Counters(), Spans()
+    with counters.purpose(Purpose.REDUCE), counters.span("recompute"):
         pass
     assert spans.take() == []
-    counters.spans = timings.spans = spans
-    with counters.purpose(Purpose.REDUCE), timings.section("pack"), counters.span("recompute"):
+    counters.spans = spans
+    with counters.purpose(Purpose.REDUCE), counters.span("recompute"):
         assert counters.current_purpose is Purpose.REDUCE
-    assert [s.kind for s in spans.take()] == ["recompute", "pack", "reduce"]
+    assert [s.kind for s in spans.take()] == ["recompute", "reduce"]
     assert counters.current_purpose is Purpose.OTHER
 
 

@@ -60,7 +60,7 @@ class EngineRun:
         """Begin or end the recording: of several engines one records at a time."""
         self.session.counters.spans = spans
         if self.session.exchange is not None:
-            self.session.exchange.step.exchange.timings.spans = spans
+            self.session.exchange.step.exchange.spans = spans
 
     def step(self, batches: Sequence[Any]) -> StepTime:
         """Take one optimizer step after a barrier, including sending changed weights; return parts.
