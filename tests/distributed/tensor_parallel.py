@@ -5,6 +5,7 @@ A group is made once a process and kept: making groups again and again would use
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,38 +81,19 @@ def ulysses_forgotten() -> Iterator[None]:
 
 
 class MegatronMpu:
-    """An `mpu` with Megatron's interface.
+    """An `mpu` with Megatron's interface, for the tensor- and data-parallel groups of the world.
 
-    Args:
-        tensor: the tensor-parallel groups of the world.
-        data: the data-parallel ones.
-        old: only the names of a Megatron without separate tensor and pipeline parallelism.
+    `old` has only the names of a Megatron without separate tensor and pipeline parallelism.
     """
 
     def __init__(self, tensor: list[list[int]], data: list[list[int]], *, old=False) -> None:
-        self._tensor, self._data = group_of(tensor), group_of(data)
+        kinds = {"model_parallel": group_of(tensor), "data_parallel": group_of(data)}
         if not old:
-            self.get_tensor_model_parallel_group = lambda: self._tensor
-            self.get_tensor_model_parallel_world_size = lambda: dist.get_world_size(self._tensor)
-            self.get_tensor_model_parallel_rank = lambda: dist.get_rank(self._tensor)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._tensor)
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._tensor)
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._data)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._data)
+            kinds["tensor_model_parallel"] = kinds["model_parallel"]
+        for kind, group in kinds.items():
+            setattr(self, f"get_{kind}_group", partial(kinds.get, kind))
+            setattr(self, f"get_{kind}_world_size", partial(dist.get_world_size, group))
+            setattr(self, f"get_{kind}_rank", partial(dist.get_rank, group))
 
 
 class _Copy(torch.autograd.Function):

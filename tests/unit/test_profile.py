@@ -176,9 +176,8 @@ def test_findings_and_their_configuration(measured, limit, found) -> None:
 
 def test_the_best_is_the_largest_batch_that_fits(measured: profiling.Profile) -> None:
     def step(policy: str, batch: int, peak: int) -> profiling.Footprint:
-        work = Work(1, 10 * batch + (policy == "block"), 1)
-        args = (batch, 10, peak, {}, peak, work, work, work)
-        return profiling.Footprint(policy, None, *args)  # type: ignore[arg-type]
+        work = [Work(1, 10 * batch + (policy == "block"), 1)] * 3
+        return profiling.Footprint(policy, None, batch, 10, peak, {}, peak, *work)
 
     steps = (step("none", 1, 100), step("none", 4, 400), step("block", 4, 40), step("block", 8, 80))
     base = measured.states.resident_bytes

@@ -160,8 +160,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path, caplog) -> Non
 
 
 def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
-    energies, logged = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event]()
-    norms = [None, 4.0]
+    energies, logged, norms = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event](), [None, 4.0]
     log = StepLog(
         Counters(),
         every_n_steps=3,
