@@ -1,14 +1,17 @@
 """Rehearse the GPU checks on the CPU: the quick ones, and one that fails."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import gpu_check
+from ds_ckpt.compression import Quantize
 
 CPU = torch.device("cpu")
 QUICK = ("versions", "codecs", "offload", "dropout")
@@ -45,6 +48,43 @@ def test_a_method_that_loses_something_fails_its_check(monkeypatch: pytest.Monke
     assert "AssertionError" in result["error"]
 
 
+def test_targets_follow_from_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is bound by memory or by instructions; three bits on half a card by the latter."""
+    monkeypatch.setattr(gpu_check.fused, "is_supported", lambda device: True)
+    monkeypatch.setattr(gpu_check, "_median_ms", lambda *_: 1e3)
+    monkeypatch.setattr(Quantize, "pack_rows", lambda *_: None)
+    rows = []
+    for sms in (132, 66):
+        card = SimpleNamespace(multi_processor_count=sms, clock_rate=1_755_000)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, card=card: card)
+        rows.append(gpu_check._pack_times(CPU, 2, 64, 3.35e12)["3 bits"])
+    entries, packed = 2 * 64 * 64, 2 * 8 * Quantize(bits=3).packed_bytes(512)
+    in_memory = 1e3 * (8 * entries + packed) / 3.35e12 / gpu_check.REACHED
+    issued = 1e3 * 502 * 4 * entries / 1024 / (4 * 66 * 1.755e9) / gpu_check.REACHED
+    for row, bound in zip(rows, (issued / 2, issued), strict=True):
+        assert row["pack_target_ms"] == pytest.approx(max(in_memory, bound))
+    methods = {"3 bits": {"kernels_ms": 1e3}}
+    found = {"pack": {"3 bits": rows[0]}, "entries": 1 << 28, "methods": methods}
+    missed = gpu_check.missed_targets(found)
+    assert ["pack: 1000" in missed[0], "unpack_add" in missed[1], "400 Gbit/s" in missed[2]] == [
+        1
+    ] * 3
+
+
+def test_a_file_is_written_without_a_gpu_and_when_time_is_up(tmp_path: Path) -> None:
+    for more, status, words in (
+        (["--device=cuda"], 2, "no GPU that torch can use"),
+        (["--device=cpu", "--only", "alone", "--minutes=0"], 1, "not done after"),
+    ):
+        out = tmp_path / "found.json"
+        command = [sys.executable, "-m", "benchmarks.gpu_check", *more, f"--json={out}"]
+        ran = subprocess.run(
+            command, cwd=gpu_check.ROOT, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == status, ran.stderr
+        assert words in out.read_text()
+
+
 def test_one_check_that_is_not_done_does_not_stop_the_others(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     ran = subprocess.run(
@@ -76,3 +116,46 @@ def test_loss_at_scale_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     for line in lines:
         assert line["heldout"][-1][1] < line["heldout"][0][1]
         assert line["recipe"]["learning_rate"] == 6e-4
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "words"),
+    [
+        (None, "", "nvidia-smi is missing"),
+        ("no devices were found", "", "the driver does not run"),
+        ("CUDA Version: 12.4 ", "13.0", "newest torch for CUDA 12 (its version ends in +cu12"),
+        ("CUDA Version: 13.1 ", "13.0", "ran with DS_IGNORE_CUDA_DETECTION=1"),
+        ("CUDA Version: 12.2 ", "12.8", "ran with DS_IGNORE_CUDA_DETECTION=1"),
+    ],
+)
+def test_the_script_says_what_is_missing_and_writes_its_file(
+    driver: str | None, cuda: str, words: str, tmp_path: Path
+) -> None:
+    """Without nvcc; stand-ins take the place of nvidia-smi and of a Python with torch for CUDA."""
+    scripts, tools = tmp_path / "scripts", tmp_path / "tools"
+    for folder in (scripts, tools, tmp_path / ".venv-gpu" / "bin"):
+        folder.mkdir(parents=True)
+    shutil.copy(gpu_check.ROOT / "scripts" / "gpu_check.sh", scripts)
+    python = (
+        '#!/bin/bash\ncase "$*" in *version.cuda*or*) echo "$TORCH_CUDA" ;; '
+        '*benchmarks*) echo "ran with DS_IGNORE_CUDA_DETECTION=$DS_IGNORE_CUDA_DETECTION" ;; esac\n'
+    )
+    stand_ins = {tools / "python": python, tmp_path / ".venv-gpu" / "bin" / "python": python}
+    if driver is not None:
+        stand_ins[tools / "nvidia-smi"] = f"#!/bin/bash\necho '| {driver}|'\n"
+    for path, text in stand_ins.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(tools / "python")}
+    environment |= {"TORCH_CUDA": cuda, "HOME": str(tmp_path)}
+    ran = subprocess.run(
+        ["bash", str(scripts / "gpu_check.sh"), "--json", str(tmp_path / "found.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert words in ran.stdout + ran.stderr, ran
+    if not words.startswith("ran"):
+        assert ran.returncode == 2
+        assert words in json.loads((tmp_path / "found.json").read_text())["error"]
