@@ -3,8 +3,10 @@ docs/gpu.md has the defect of each test; the accelerator is pretended."""
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from virtual import World, assemble
 
+import ds_ckpt
 from ds_ckpt.compression import Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
 from ds_ckpt.telemetry.timings import EventSpans
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
@@ -114,6 +117,14 @@ def test_the_host_waits_for_no_bucket_and_once_per_step(method: str, local: int)
         assert processes.verdict() == [0] * 4
         assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1] * 4
     assert processes.world.exchanges[0].nonfinite_buckets == 0  # known by now
+
+
+@pytest.mark.parametrize("room", ["engine", "exchange", "weights", "zero3"])
+def test_nothing_that_owns_a_process_group_has_a_finalizer(room: str) -> None:
+    """Python runs it at any time, in any thread: groups end by `destroy()` and `detach()` alone."""
+    for path in (Path(ds_ckpt.__file__).parent / room).glob("*.py"):
+        found = re.findall(r"__del__|\bfinalize\b|\batexit\b", path.read_text(encoding="utf-8"))
+        assert not found, path
 
 
 def test_times_of_a_live_run_cost_no_host_wait() -> None:
