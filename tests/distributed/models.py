@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed
@@ -222,19 +222,25 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().contiguous().view(torch.uint8)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """One digest over tensors, bit for bit."""
+    return hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in tensors)).hexdigest()
+
+
 def weights_digest(engine: Any) -> str:
-    """One digest over this process's partitions of all weights, bit for bit.
+    """One digest over this process's partitions of all weights.
 
     Padding is left out: DeepSpeed leaves it uninitialised.
     """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(engine.module.named_parameters()):
+    parts, rank = [], torch.distributed.get_rank()
+    for _, parameter in sorted(engine.module.named_parameters()):
         part = parameter.ds_tensor.detach().flatten()
-        start = torch.distributed.get_rank() * part.numel()
-        real = max(0, min(part.numel(), parameter.ds_numel - start))
-        digest.update(name.encode())
-        digest.update(part[:real].contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+        parts.append(part[: max(0, parameter.ds_numel - rank * part.numel())])
+    return digest(parts)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """A damaged checkpoint is refused on every process, before anything of it is applied (law 5)."""
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,22 +37,21 @@ def _nan(path: Path) -> None:
     write(path, tensors, metadata)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], Any]] = {
     "checksum": _flip,
     "NaN or infinity in": _nan,
     "_00001_of_00002": Path.unlink,
+    "cannot be read": lambda path: path.write_bytes(path.read_bytes()[:100]),
 }
 """By words of the message: what happens to the second rank's file."""
 
 
 def _digest(engine: Any) -> dict[str, Any]:
-    optimizer, digest = engine.optimizer, hashlib.sha256()
+    optimizer, tensors = engine.optimizer, []
     for flat in optimizer.fp32_partitioned_groups_flat:
-        digest.update(flat.detach().view(torch.uint8).numpy())
-        for _, value in sorted(optimizer.optimizer.state[flat].items()):
-            digest.update(value.reshape(-1).view(torch.uint8).numpy())
+        tensors += [flat, *(value for _, value in sorted(optimizer.optimizer.state[flat].items()))]
     counts = engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples
-    found = {"optimizer": digest.hexdigest(), "counts": counts, "scale": optimizer.loss_scale}
+    found = {"optimizer": models.digest(tensors), "counts": counts, "scale": optimizer.loss_scale}
     return {**found, **training.outcome(engine, [])}
 
 
@@ -79,7 +77,7 @@ def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(tmp_path
     assert results[0] == results[1]
 
 
-def _refused(engine: Any, top: Path, act: Callable[[Path], None], words: str) -> None:
+def _refused(engine: Any, top: Path, act: Callable[[Path], Any], words: str) -> None:
     before = _digest(engine)
     training.on_rank_0(lambda: shutil.copytree(top / "bad", top / "whole"))
     training.on_rank_0(lambda: act(sorted((top / "bad").glob("ds_ckpt_residuals_*"))[1]))

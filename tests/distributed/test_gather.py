@@ -50,6 +50,7 @@ def _gathers(kind: str, reuse: float, mode: str, steps: int, accumulation: int) 
             found.most.append(max(counts))
             found.mean.append(sum(counts) / len(counts))
             found.stack.append(len(parameter_offload.FWD_MODULE_STACK))
+        assert mode != "ours" or not session._gather._kept
     return found
 
 
@@ -112,18 +113,6 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(kind: str) -> None:
     assert losses == plain_losses
     assert any(g.any() for g in plain)
     assert equal(gradients, plain)
-
-
-@ranks(2)
-def test_the_module_stack_does_not_grow_over_a_hundred_steps() -> None:
-    heights = []
-    with running("plain", {**COUNTING, **_block("plain")}, reuse=0) as engine:
-        for step in range(100):
-            _backward(engine, "plain", step)
-            engine.step()
-            heights.append(len(parameter_offload.FWD_MODULE_STACK))
-        assert heights[0] == heights[-1]
-        assert len(ds_ckpt.session_of(engine)._gather._kept) == 0
 
 
 @pytest.mark.parametrize(

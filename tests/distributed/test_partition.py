@@ -52,14 +52,11 @@ def _build(kind: str, dropout: float) -> torch.nn.Module:
 
 
 @once(when=lambda kind, size, sections, **how: not sections)
-def _auto(
-    kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds="equal", twice=False
-) -> Any:
+def _auto(kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds="equal") -> Any:
     """Two steps under AutoTP and ZeRO-3: gradients, what was kept, what was sent.
 
     Args:
         seeds: "equal" in the whole tensor-parallel group, or "different" in each process.
-        twice: two forwards before a backward, and the second graph's backward twice.
     """
     fresh()
     with auto_tp(size):
@@ -69,12 +66,12 @@ def _auto(
             model=model, model_parameters=list(model.parameters()), config=config
         )
         try:
-            return _train(engine, kind, size, seeds, twice)
+            return _train(engine, kind, size, seeds)
         finally:
             engine.destroy()
 
 
-def _train(engine: Any, kind: str, size: int, seeds: str, twice: bool) -> Any:
+def _train(engine: Any, kind: str, size: int, seeds: str) -> Any:
     engine.train()
     session = ds_ckpt.session_of(engine)
     inputs: list[tuple[int, StorageWeakRef]] = []
@@ -94,15 +91,12 @@ def _train(engine: Any, kind: str, size: int, seeds: str, twice: bool) -> Any:
         torch.manual_seed(seed if seeds == "equal" else 1000 * seed + dist.get_rank())
         inputs.clear()
         before = counters.snapshot()
-        extra = engine(**architectures.batch(kind, 1000 * replica + step + 50)).loss if twice else 0
-        held = len(inputs)
         loss = engine(**architectures.batch(kind, 1000 * replica + step)).loss
-        found.alive.append(sum(not ref.expired() for _, ref in inputs[held:]))
-        found.whole.append(sum(nbytes for nbytes, _ in inputs[held:]))
+        found.alive.append(sum(not ref.expired() for _, ref in inputs))
+        found.whole.append(sum(nbytes for nbytes, _ in inputs))
         store = session._inputs.store if session and session._inputs else None
         partition = session.partition if session else None
         found.kept.append(dict(partition.kept_bytes) if partition else {})
-        loss = loss + extra
         engine.backward(loss)
         found.losses.append(float(loss))
         found.gradients += models.gradients(engine)
@@ -111,7 +105,7 @@ def _train(engine: Any, kind: str, size: int, seeds: str, twice: bool) -> Any:
         if partition is not None:
             found.late = partition.late
             session._inputs.partition.counters = PartitionCounters()
-        del loss, extra
+        del loss
     for handle in handles:
         handle.remove()
     if store is not None:
@@ -161,11 +155,6 @@ def test_autotp_with_offload_and_everything_split() -> None:
     assert split.out == 2 * 2
     assert split.kept[0]["model.layers.1"] == HIDDEN // 2
     assert split.kept[0]["model.layers.0"] > HIDDEN // 2  # with the rotary tables
-
-
-@ranks(2, timeout=240)
-def test_two_forwards_before_a_backward() -> None:
-    _check("llama", 2, _sections(partition_min_bytes=0), twice=True)
 
 
 @ranks(2, timeout=240)

@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -15,39 +14,15 @@ from deepspeed.runtime.zero import stage3
 import ds_ckpt
 from ds_ckpt import environment
 from ds_ckpt.compression import wire
-from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.zero3 import collectives
 from tests.distributed import models
-from tests.distributed.models import equal, topk_section
+from tests.distributed.models import topk_section
 from tests.distributed.pool import fresh, once, ranks
 from tests.distributed.training import captured_log, refused, running
 
 PASTED: dict[str, Any] = {"activation_checkpointing": {"partition_activations": False}}
 BLOCK = {"ds_ckpt": {"activation": {"policy": "block"}}}
 BOTH = {"ds_ckpt": {"activation": {"policy": "block"}, **topk_section(topk={"density": 0.05})}}
-
-
-@once(when=lambda sections, plugin=True: not sections)
-def _held_bytes(sections: dict[str, Any], plugin: bool = True) -> Any:
-    """Activation bytes that autograd holds after forward, and the gradients' bits."""
-    fresh()
-    engine = models.start("llama", models.zero3_config(**sections), plugin=plugin)
-    with SavedActivations(engine.module) as held:
-        loss = models.loss_of(engine(**models.batch("llama", 0, dist.get_rank())))
-    engine.backward(loss)
-    gradients = models.gradients(engine)
-    engine.destroy()
-    return SimpleNamespace(held=held.bytes, gradients=gradients, loss=float(loss))
-
-
-@pytest.mark.parametrize("sections", [PASTED, BLOCK], ids=["deepspeed-section", "our-section"])
-@ranks(2)
-def test_activation_bytes_fall_and_gradients_stay(sections: dict[str, Any]) -> None:
-    plain, ours = _held_bytes({}), _held_bytes(sections)
-    assert _held_bytes(sections, plugin=False).held == plain.held
-    assert ours.held < plain.held / 2
-    assert equal(plain.gradients, ours.gradients)
-    assert ours.loss == plain.loss
 
 
 @once(when=lambda way, sections, *_: way == "stock")

@@ -16,7 +16,6 @@ from virtual import World, assemble
 
 import ds_ckpt
 from ds_ckpt.compression import Compressor, Dense, EntropyCoded, LowRank, Quantize, TopK
-from ds_ckpt.telemetry.timings import EventSpans
 from tests.pretended_gpu import DEVICE, Gpu, in_threads
 
 BESIDE = "blocks beside a low rank"
@@ -127,20 +126,6 @@ def test_nothing_that_owns_a_process_group_has_a_finalizer(room: str) -> None:
         assert not found, path
 
 
-def test_times_of_a_live_run_cost_no_host_wait() -> None:
-    processes = OnGpus(2, "4 bits")
-    with processes.gpus[0].watched():
-        spans = processes.world.exchanges[0].spans = EventSpans(DEVICE)
-    for step in range(3):
-        processes.reduce(_gradients(2, step))
-        assert not any(gpu.waits for gpu in processes.gpus)
-        processes.verdict()
-        assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1, 1]
-        kinds = {span.kind for span in spans.take()}
-        assert kinds == ({"residual", "pack", "wire", "unpack"} if step else set())
-    assert [sum(gpu.waits.values()) for gpu in processes.gpus] == [1, 1]
-
-
 @every_method
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_flag_is_sent_without_being_read(method: str, bad: float) -> None:
@@ -152,6 +137,7 @@ def test_a_flag_is_sent_without_being_read(method: str, bad: float) -> None:
     if method == "uncompressed":  # these carry their own
         assert not torch.isfinite(assemble(shards, 2)).all()
         return
+    assert torch.isfinite(assemble(shards, 1)).all()
     for i in (0, 2, 3):
         assert assemble(shards, i).isnan().all()
     assert processes.verdict() == [1] * 3

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import itertools
 import sys
 import threading
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
-from ds_ckpt.errors import RecomputeError, UnsupportedError
+from ds_ckpt.errors import RecomputeError
 from tests.architectures import batch, build
 from tests.unit.offload_models import Model, equal, nothing_left, put_on
 from tests.unit.stacks import KINDS, Block, Stack, around, backward, data, put, results, same
@@ -78,7 +76,7 @@ def _compiled(model: nn.Module) -> list[Tensor]:
     return []
 
 
-def _interleaved(model: Any) -> list[Tensor]:
+def interleaved(model: Any) -> list[Tensor]:
     """Two batches go through block by block, and their backwards come in the other order."""
     first, second = data(1), data(2)
     for block in model.blocks:
@@ -270,7 +268,7 @@ WAYS = {
     "autocast": Way(around(_noisy), _autocast),
     "compiled": Way(around(torch.sigmoid), _compiled),
     "several forwards": Way(around(_noisy), _several_forwards),
-    "interleaved": Way(around(_noisy), _interleaved),
+    "interleaved": Way(around(_noisy), interleaved),
     "loop": Way(around(_noisy, _three_times)),
     "loop with statistics": Way(lambda: Stack(lambda: Block(nn.BatchNorm1d(16)), _three_times)),
     "tied": Way(_tied),
@@ -300,31 +298,18 @@ def test_results_are_those_without_checkpointing(way: str, kind: str) -> None:
 @KINDS
 def test_blocks_in_evaluation_mode_are_checkpointed(kind: str) -> None:
     """A backbone that is frozen in evaluation mode, or dropout switched off for training."""
-    forwards = [0]
-
-    def counted(x: Tensor) -> Tensor:
-        forwards[0] += 1
-        return torch.sin(x)
+    forwards: list[int] = []
 
     def make() -> Stack:
-        model = Stack(
-            lambda: Block(nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.3), Calls(counted)))
-        )
+        model = Stack(lambda: Block(nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.3))))
+        for block in model.blocks:
+            block.inner.register_forward_pre_hook(lambda *_: forwards.append(1))
         model.blocks[1].eval()
         return model
 
     same(make, kind)
     # three steps of three blocks: plain once, then twice where blocks are recomputed
-    assert forwards[0] == 3 * 3 * (2 if kind == "all offloaded" else 3)
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+    assert len(forwards) == 3 * 3 * (2 if kind == "all offloaded" else 3)
 
 
 class Hides(nn.Module):
@@ -451,15 +436,6 @@ def test_generating_afterwards_uses_the_cache(kind: Any) -> None:
     assert torch.equal(*outputs)
 
 
-def test_a_prefix_in_the_cache_is_refused() -> None:
-    model = build("llama")
-    with torch.no_grad():
-        cache = model.eval()(batch("llama")["input_ids"], use_cache=True).past_key_values
-    CheckpointedBlocks(model.train(), policy=Policy(PolicySettings("attention")))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn: found DynamicCache with 11"):
-        model(batch("llama")["input_ids"], past_key_values=cache)
-
-
 def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -516,25 +492,3 @@ def test_threads_share_a_model_and_its_host_memory() -> None:
 def _input_gradient(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(model(x), x)[0]
-
-
-def test_a_dropped_graph_frees_device_memory_at_once() -> None:
-    model = Model()
-    put_on(model, ["Block"], min_bytes=0)
-    given: list[StorageWeakRef] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(
-            lambda _, args: given.append(StorageWeakRef(args[0].untyped_storage()))
-        )
-    gc.disable()
-    try:
-        for backward_too in (False, True):
-            given.clear()
-            loss = model(torch.randn(64, 8))
-            assert not given[-1].expired()
-            if backward_too:
-                loss.backward()
-            del loss
-            assert [ref.expired() for ref in given] == [True] * 4
-    finally:
-        gc.enable()

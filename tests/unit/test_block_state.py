@@ -30,7 +30,7 @@ from tests.unit.stacks import (
     results,
     same,
 )
-from tests.unit.test_autograd_ways import Auxiliary
+from tests.unit.test_autograd_ways import Auxiliary, interleaved
 
 Inner = Callable[[Any, Tensor], Tensor]
 
@@ -581,10 +581,6 @@ def test_forwards_that_interleave_leave_nothing(kind: str, calls: list[weakref.r
     """Results of a recomputation reference it if another call is linked to it."""
     model = Stack(lambda: Block(nn.Dropout(0.2)))
     put(model, kind)
-    one, other = data(1), data(2)
-    for block in model.blocks:
-        one, other = block(one), block(other)
-    one.sum().backward()
-    other.square().sum().backward()
-    del model, block, one, other
+    interleaved(model)
+    del model
     gc.collect()

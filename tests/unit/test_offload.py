@@ -23,7 +23,6 @@ from tests.unit.offload_models import (
     Model,
     device_bytes,
     equal,
-    gradients,
     grads,
     host_bytes,
     nothing_left,
@@ -84,14 +83,14 @@ _POLICIES = {
 )
 def test_hugging_face_models_under_every_policy(kind: str, policy: str) -> None:
     model, data = build(kind), batch(kind)
-    plain = gradients(model, data)
+    plain = grads(model, **data)
     checkpointed = CheckpointedBlocks(model, None)
-    theirs = gradients(model, data)
+    theirs = grads(model, **data)
     checkpointed.remove()
     _, store = put_on(model, None, copies=LateCopies(), policy=Policy(_POLICIES[policy]))
     # T5's shared position bias adds its gradients up in another order under any recomputation
     recomputed = kind == "t5" and policy != "offload"
-    assert equal(gradients(model, data), theirs if recomputed else plain)
+    assert equal(grads(model, **data), theirs if recomputed else plain)
     calls = {"every_n": 2, "segments": 2}.get(policy, 4)
     counters = store.counters
     assert len(counters.out) >= calls - 1
@@ -221,16 +220,20 @@ def test_rules_mix_offload_with_recomputation_and_neither() -> None:
     assert "4 blocks (Block), 3 of them offloaded and not recomputed" in on.describe()
 
 
-@pytest.mark.parametrize("when", ["at once", "by an alias", "copied"])
+@pytest.mark.parametrize("when", ["at once", "by an alias", "being copied", "copied"])
 def test_a_saved_tensor_that_is_changed_is_refused_unless_it_was_copied(when: str) -> None:
     """Autograd refuses it, too; only a copy has the right values."""
     store = InputStore(CPU, LateCopies(), offload=False)
     call, x = store.begin("a", weights=()), torch.ones(8).sin()
     alias = x.data  # counts versions of its own
     refs = [store.pack(x, call), store.pack(alias, call)]
-    for one in (call, store.begin("b", weights=())) if when == "copied" else ():
-        store.started(one)
-        store.ended(one)
+    if when.endswith("copied"):
+        following = store.begin("b", weights=())
+        store.started(call)
+        store.ended(call)
+        store.started(following)
+        if when == "copied":
+            store.ended(following)
     (alias if when == "by an alias" else x).mul_(2)
     if when == "copied":
         assert torch.equal(store.unpack(refs[0], call), torch.ones(8).sin())
@@ -343,30 +346,6 @@ def test_an_exception_gives_everything_back(where: str, block: int, policy: str)
     assert not store._fetched, "before the next forward"
     assert nothing_left(store)
     assert equal(plain, grads(model, x))
-    assert nothing_left(store)
-
-
-def test_a_change_while_the_copy_is_under_way_is_refused() -> None:
-    class Delayed(Model):
-        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-            x = previous = x.clone()
-
-            def spoil(*_: Any) -> None:
-                previous.mul_(2)
-
-            handle = self.blocks[1].up.register_forward_hook(spoil)
-            for block in self.blocks:
-                x = block(x)
-            handle.remove()
-            return x.square().mean()
-
-    model = Delayed()
-    _, store = put_on(model, ["Block"], copies=LateCopies())
-    loss = model(torch.randn(4, 8))
-    with pytest.raises(UnsupportedError, match=r"blocks\.0: found an input that was changed"):
-        loss.backward()
-    del loss
-    gc.collect()
     assert nothing_left(store)
 
 

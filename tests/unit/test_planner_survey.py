@@ -22,6 +22,7 @@ from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build
+from tests.unit.estimate_models import needs_values
 
 RATES = Rates(1e12, 1e10, 1e9)
 
@@ -139,22 +140,10 @@ def test_a_model_without_memory_is_measured_under_the_callers_autocast() -> None
         assert found == _measured(build("llama", 2), data, [])
 
 
-class _Asking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.sum().item() > 0:
-                x = x * 2
-        return x
-
-
 def test_a_forward_that_depends_on_values_is_refused_with_words() -> None:
+    model, x = needs_values()
     with pytest.raises(UnsupportedError) as caught:
-        survey(_Asking(), (torch.randn(2, 8),), {}, modules=["Linear"])
+        survey(model, (x,), {}, modules=["Mixer"])
     words = str(caught.value)
     assert "aten._local_scalar_dense" in words
     assert '"policy"' in words

@@ -201,12 +201,6 @@ def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: st
         torch.set_float32_matmul_precision(before)
 
 
-def low_rank(rows: int, columns: int, rank: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    left = torch.randn(rows, rank, generator=generator)
-    return left @ torch.randn(rank, columns, generator=generator)
-
-
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_bucket_with_norms_and_biases(holds: bool) -> None:
     """Two sums of factors and one exchange of the rest; what was held of it is sent whole."""
@@ -259,8 +253,8 @@ def last_of_four(gradient: Tensor, rank: int, *, remembered: bool) -> float:
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_warm_start_follows_a_gradient_that_stays(seed: int) -> None:
     """The error falls to that of the best factors, far below that of a first step."""
-    noise = torch.randn(60, 50, generator=torch.Generator().manual_seed(100 + seed))
-    gradient = low_rank(60, 50, 2, seed) + 0.3 * noise
+    gradient = normal(60, 2, seed=seed) @ normal(2, 50, seed=seed + 50)
+    gradient += 0.3 * normal(60, 50, seed=seed + 100)
     values = torch.linalg.svdvals(gradient)
     best = float(values[2:].norm() / values.norm()) / 2  # half of the mean is the owner's, exact
     warm = last_of_four(gradient, 2, remembered=True)

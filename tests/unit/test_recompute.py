@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_ckpt.activation import CheckpointedBlocks
 from tests.architectures import batch, build
+from tests.unit.offload_models import grads
 from tests.unit.stacks import Block, Stack, data
 
 
@@ -43,10 +44,10 @@ def test_without_gradients_blocks_are_left_alone(training: bool) -> None:
     assert calls["forward"] == 3
 
 
-def _enable(model: Any, kwargs: dict[str, bool]) -> None:
+def enable(model: Any, use_reentrant: bool = True) -> None:
     """transformers' own switch, by the name that it has in the installed version."""
     name = "activation_checkpointing_enable"
-    getattr(model, name, model.gradient_checkpointing_enable)(kwargs)
+    getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
 
 
 def test_a_hugging_face_model_is_left_as_it_was_found() -> None:
@@ -85,10 +86,10 @@ def test_every_named_block_is_recomputed_exactly_once(modules, expected, is_on) 
     """transformers' own checkpointing may be on before, and change later."""
     model: Any = build("llama", 2)
     if is_on:
-        _enable(model, {"use_reentrant": False})
+        enable(model, use_reentrant=False)
     checkpointed = CheckpointedBlocks(model, modules)
     assert _forwards(model) == expected
-    _enable(model, {"use_reentrant": True})  # the Trainer, later
+    enable(model)  # the Trainer, later
     assert _forwards(model) == expected
     model.gradient_checkpointing_disable()
     assert _forwards(model) == expected
@@ -98,19 +99,12 @@ def test_every_named_block_is_recomputed_exactly_once(modules, expected, is_on) 
 
 def test_shared_tensors_with_gradient_are_as_exact_as_torchs_own_checkpointing() -> None:
     """T5's position bias is made in block 0 and used in all: its gradients add up otherwise."""
-    model = build("t5", 3)
-
-    def gradients() -> list[Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(**batch("t5")).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = gradients()
+    model, data = build("t5", 3), batch("t5")
+    plain = grads(model, **data)
     checkpointed = CheckpointedBlocks(model, None)
-    ours = gradients()
+    ours = grads(model, **data)
     checkpointed.remove()
-    _enable(model, {"use_reentrant": False})
-    theirs = gradients()
+    enable(model, use_reentrant=False)
+    theirs = grads(model, **data)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(ours, plain, strict=True))

@@ -241,20 +241,6 @@ def test_the_state_of_an_earlier_release_loads_to_the_bit(method: str) -> None:
         assert all(torch.equal(factor, saved[key]) for key, factor in factors.items())
 
 
-def test_files_of_versions_without_slices_load(tmp_path: Path) -> None:
-    saved = Processes(1)
-    saved.train(1)
-    saved.save(tmp_path)
-    (path,) = tmp_path.iterdir()
-    metadata = SealedFile(path).metadata
-    about = json.loads(metadata["about"])
-    del about["slice"]
-    write(path, load_file(path), {**metadata, "about": json.dumps(about)})
-    resumed = Processes(1)
-    resumed.load(tmp_path)
-    assert resumed.bits() == saved.bits()
-
-
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds_ckpt_residuals_00000_of_00001.safetensors"
     write(path, {"residual/tiny": torch.zeros(3)}, {"format": "2", "method": "topk"})

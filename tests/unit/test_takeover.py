@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ds_ckpt.activation import CheckpointedBlocks, install
 from tests.architectures import batch, build
+from tests.unit.offload_models import grads
 from tests.unit.stacks import Block, Stack, data
+from tests.unit.test_recompute import enable
 
 WRITERS = {  # without their own dropout
     "llama": {},
@@ -68,11 +70,6 @@ def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("another library's checkpointing runs")
 
 
-def _enable(model: Any) -> None:
-    name = "activation_checkpointing_enable"
-    getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": True})
-
-
 def _around_generation(model: Any) -> None:
     """Repeat what trl does around generation."""
     model.gradient_checkpointing_disable()
@@ -90,7 +87,7 @@ def _for_kbit_training(model: Any) -> None:
 
 
 REQUESTS: dict[str, Callable[[Any], None]] = {
-    "enable": _enable,
+    "enable": enable,
     "deprecated": lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}),
     "function": lambda m: m._set_gradient_checkpointing(True, _never),
     "submodule": lambda m: m.model._set_gradient_checkpointing(True, _never),
@@ -101,18 +98,13 @@ REQUESTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _gradients(model: Any) -> list[Tensor]:
-    model.zero_grad()
-    model(**batch("llama")).loss.backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_requests_are_taken_over_with_one_note(request_name, is_late, caplog) -> None:
     install._warn_once.cache_clear()
     caplog.set_level(logging.INFO, logger="ds_ckpt")
-    plain, model = _gradients(build("llama", 2)), build("llama", 2)
+    data, model = batch("llama"), build("llama", 2)
+    plain = grads(build("llama", 2), **data)
     forwards: list[int] = []
     for layer in model.model.layers:  # type: ignore[union-attr, operator]
         layer.mlp.gate_proj.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -123,7 +115,7 @@ def test_requests_are_taken_over_with_one_note(request_name, is_late, caplog) ->
         REQUESTS[request_name](model)
     del forwards[:]
     for _ in range(2):
-        assert all(map(torch.equal, _gradients(model), plain))
+        assert all(map(torch.equal, grads(model, **data), plain))
     assert len(forwards) == 2 * 2 * 2  # two steps, two layers, forward and recomputation
     is_request = request_name != "inputs" and (is_late or request_name != "off")
     assert [r.getMessage() for r in caplog.records if "takes over" in r.getMessage()] == [
