@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.unit.offload_models import equal as equal
+
 VOCAB = 64
 PLAIN = {"plain": "PlainBlock", "nested": "NestedBlock", "shared": "PlainBlock"}
 """Models without Hugging Face's hook, and the class of their blocks."""
@@ -215,11 +217,6 @@ def gradients(engine: Any) -> list[torch.Tensor]:
     """Copies of this process's parts of the averaged gradients."""
     groups = engine.optimizer.averaged_gradients.values()
     return [g.detach().clone() for group in groups for g in group]
-
-
-def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether the tensors are equal to the bit, and there are any."""
-    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from ds_ckpt.telemetry import Purpose
 from ds_ckpt.weights import changes
 from ds_ckpt.zero3.weights_hook import WeightsHook
 from tests.distributed import models
-from tests.distributed.models import bits, digest, quantize_section
+from tests.distributed.models import digest, quantize_section
 from tests.distributed.pool import fresh, hosts, once, ranks
-from tests.distributed.test_weights import FP32, LOSSLESS, ONE, SLOW, TWO, WHOLE
+from tests.distributed.test_weights import FP32, LOSSLESS, ONE, SLOW, TWO, WHOLE, stale_copies
 from tests.distributed.test_weights import pytestmark as pytestmark
 from tests.distributed.training import chunks_of, fp16_on_cpu, resident_config
 
@@ -112,31 +112,6 @@ def _evaluate(engine: Any, kind: str) -> float:
     return loss
 
 
-def _check_copies(engine: Any, ranks_a_host: int = 1) -> None:
-    """Resident weights are, bit for bit, this process's part of what all owners have, with zeros
-    behind it, once all that is under way is there."""
-    session = ds_ckpt.session_of(engine)
-    if session is None:
-        return
-    session.drain()
-    world, mine = dist.get_world_size(), dist.get_rank() % ranks_a_host
-    stale = []
-    for name, param in engine.module.named_parameters():
-        part = param.ds_tensor.detach().flatten()
-        parts = [torch.empty_like(part) for _ in range(world)]
-        dist.all_gather(parts, part)
-        whole = torch.cat(parts)
-        whole[param.ds_numel :] = 0
-        kept = param.ds_secondary_tensor
-        expected = whole[mine * kept.numel() : (mine + 1) * kept.numel()]
-        right = torch.equal(bits(kept), bits(expected))
-        if param.ds_status.name == "AVAILABLE":  # small ones are, and what is used again soon
-            right &= torch.equal(bits(param.data), bits(whole[: param.ds_numel]))
-        if not right:
-            stale.append(name)
-    assert stale == []
-
-
 @contextmanager
 def _crossing_hosts(slots: list[int]) -> Iterator[list[str]]:
     """Names of the collectives of weights that processes of several hosts take part in, or one
@@ -186,7 +161,7 @@ def _laws(slots, kind, section, steps, chunk=changes.CHUNK, **options) -> Any:
             found.weights.append(models.weights_digest(engine))
             if session and session._resident and session._resident.hook.is_attached:
                 if "torch_autocast" not in options:  # which rounds what is gathered
-                    _check_copies(engine, slots[0])
+                    assert stale_copies(engine) == []
                 kept = [p.ds_secondary_tensor for p in engine.module.parameters()]
                 found.kept.append(digest(kept))
         trained = [p for p in engine.module.parameters() if p.requires_grad]
@@ -339,7 +314,7 @@ def test_weights_that_the_user_writes_reach_every_node(slots, kind, section, opt
             evaluated = _evaluate(engine, kind)
             assert evaluated != before
             losses += _train(engine, kind, 2, 3)
-            _check_copies(engine, slots[0])
+            assert stale_copies(engine) == []
             losses += _train(engine, kind, 3, 4)
             return losses, before, evaluated, models.weights_digest(engine)
 
@@ -374,9 +349,9 @@ def _resumed(section: dict[str, Any], folder: Path) -> tuple[Any, ...]:
         _train(engine, "llama", 50, 51)
         path, _ = engine.load_checkpoint(str(folder))
         assert path is not None
-        _check_copies(engine)
+        assert stale_copies(engine) == []
         found = _continued(engine)
-        _check_copies(engine)
+        assert stale_copies(engine) == []
         return found
 
 
@@ -408,31 +383,32 @@ def test_weights_loaded_into_a_running_engine_reach_every_node(tmp_path: Path) -
     """Into a run whose weights have changed, frozen ones too: its own checkpoint, half of which a
     first load applies before it raises; then the state of its optimizer by hand."""
 
-    def half(engine: Any, folder: str, frozen: Any) -> None:
-        before, error = frozen.ds_tensor.detach().clone(), ValueError("no such optimizer")
-        with patch.object(engine.optimizer, "load_state_dict", side_effect=error):
-            with pytest.raises(ValueError, match="no such optimizer"):
-                engine.load_checkpoint(folder)
-        assert not torch.equal(before, frozen.ds_tensor)
-
     def run(section: dict[str, Any]) -> Any:
         with _engine("lora", section) as engine:
             losses, evaluated = _train(engine, "lora", 0, 1), []
             folder = str(tmp_path / str(bool(section)))
             engine.save_checkpoint(folder)
             state = [copy.deepcopy(engine.optimizer.state_dict()) for _ in range(2)]
-            for load in (
-                lambda frozen: half(engine, folder, frozen),
-                lambda frozen: engine.load_checkpoint(folder),
-                lambda frozen: engine.optimizer.load_state_dict(state),
+            frozen = _write_frozen(engine)
+            losses += _train(engine, "lora", 1, 2)
+            before, error = frozen.ds_tensor.detach().clone(), ValueError("no such optimizer")
+            with patch.object(engine.optimizer, "load_state_dict", side_effect=error):
+                with pytest.raises(ValueError, match="no such optimizer"):
+                    engine.load_checkpoint(folder)
+            assert not torch.equal(before, frozen.ds_tensor)
+            evaluated.append(_evaluate(engine, "lora"))
+            assert stale_copies(engine) == []
+            _write_frozen(engine)
+            for load, what in (
+                (engine.load_checkpoint, folder),
+                (engine.optimizer.load_state_dict, state),
             ):
-                frozen = _write_frozen(engine)
                 losses += _train(engine, "lora", 1, 2)
-                load(frozen)
-                _check_copies(engine)
+                load(what)
+                assert stale_copies(engine) == []
                 evaluated.append(_evaluate(engine, "lora"))
             losses += _train(engine, "lora", 2, 3)
-            _check_copies(engine)
+            assert stale_copies(engine) == []
             return losses, evaluated, models.weights_digest(engine)
 
     assert run(LOSSLESS) == run({})
@@ -451,11 +427,11 @@ def test_the_copy_follows_where_deepspeed_moves_weights(tmp_path: Path) -> None:
             engine.offload_states(include=moving)
             engine.save_checkpoint(str(tmp_path / str(bool(section))))
             engine.reload_states()
-            _check_copies(engine)
+            assert stale_copies(engine) == []
             _train(engine, "llama", 3, 4)
             engine.load_checkpoint(str(tmp_path / str(bool(section))))
             losses += _train(engine, "llama", 2, 4)
-            _check_copies(engine)
+            assert stale_copies(engine) == []
             digest = models.weights_digest(engine)
             assert not section or _follows(engine) == "elsewhere"
             return losses, digest
@@ -495,9 +471,9 @@ def test_nothing_is_left_behind() -> None:
         _end(engine, ds_ckpt.session_of(engine).detach)
         losses += _train(engine, "llama", 2, 3)
         ds_ckpt.attach(engine)
-        _check_copies(engine)
+        assert stale_copies(engine) == []
         losses += _train(engine, "llama", 3, 4)
-        _check_copies(engine)
+        assert stale_copies(engine) == []
         assert losses == plain.losses[:4]
         assert models.weights_digest(engine) == plain.weights[3]
         _end(engine, engine.destroy)
@@ -527,4 +503,4 @@ def test_shards_of_another_engine_are_divided_anew() -> None:
         pass
     with _engine("odd", LOSSLESS, make_fresh=False) as engine:
         _train(engine, "odd", 0, 1)
-        _check_copies(engine)
+        assert stale_copies(engine) == []

@@ -110,25 +110,18 @@ def _fails_in_mid_run(hosts: EmulatedHosts, folder: Path, fault: Callable) -> tu
 
 
 @pytest.mark.timeout(400)
-def test_a_host_that_vanishes_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path: Path) -> None:
-    pid = leaves_nothing.hosts[1].pid
-    output, took_s = _fails_in_mid_run(
-        leaves_nothing, tmp_path / "run", lambda: os.kill(pid, signal.SIGKILL)
-    )
-    assert took_s < BOUND_S
-    assert "host1: found no answer: the node has ended" in output
-    assert "fix: check the machine and its link" in output
-    assert not any(processes(host) for host in leaves_nothing.hosts)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_link_that_goes_down_in_mid_run(leaves_nothing: EmulatedHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["killed", pytest.param("link down", marks=pytest.mark.slow)])
+def test_a_host_that_vanishes_in_mid_run(leaves_nothing, tmp_path: Path, fault: str) -> None:
     hosts = leaves_nothing
-    output, took_s = _fails_in_mid_run(
-        hosts, tmp_path / "run", lambda: _inside(1, hosts, "ip", "link", "set", INTERFACE, "down")
-    )
+    pid = hosts.hosts[1].pid
+    acts: dict[str, Callable[[], None]] = {
+        "killed": lambda: os.kill(pid, signal.SIGKILL),
+        "link down": lambda: _inside(1, hosts, "ip", "link", "set", INTERFACE, "down"),
+    }
+    output, took_s = _fails_in_mid_run(hosts, tmp_path / "run", acts[fault])
     assert took_s < BOUND_S
     assert "host1: found no answer" in output
+    assert ("the node has ended" in output) == (fault == "killed")
+    assert "fix: check the machine and its link" in output
     assert "continues the run" in output
     assert not any(processes(host) for host in hosts.hosts)

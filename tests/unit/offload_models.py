@@ -129,4 +129,5 @@ def nothing_left(store: InputStore) -> bool:
 
 
 def equal(one: list[Tensor], two: list[Tensor]) -> bool:
-    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    """Return whether the tensors are equal to the bit, and there are any."""
+    return len(one) == len(two) > 0 and all(map(torch.equal, one, two))

@@ -14,6 +14,7 @@ from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build
+from tests.unit.stacks import Stack
 
 SLOW = pytest.mark.slow
 POLICIES: dict[str, Policy] = {
@@ -284,55 +285,45 @@ def test_random_numbers_after_saved_ones_are_those_of_the_forward(save_ops) -> N
         assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
 
 
-class _Outside(nn.Module):
-    """Gets hold of a product that its blocks also use, and writes into it."""
+class _Both(nn.Module):
+    """Hands out a product that it also uses, by a result, an argument or an attribute."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
+        self.a, self.b = (nn.Linear(8, 8, bias=False) for _ in range(2))
         self.way = way
-        self.blocks = nn.ModuleList(_Both() for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+    def forward(self, x: torch.Tensor, given: types.SimpleNamespace) -> Any:
+        h = self.a(x)
+        y = self.b(torch.tanh(h))
+        if self.way == "tuple":
+            return y, h
+        if self.way == "object":
+            return types.SimpleNamespace(y=y, h=h)
+        (given if self.way == "argument" else self).h = h
+        return y
+
+
+TAKEN: dict[str, Callable[[Any, Any, Any], tuple[Tensor, Tensor]]] = {
+    "tuple": lambda result, given, block: result,
+    "object": lambda result, given, block: (result.y, result.h),
+    "argument": lambda result, given, block: (result, given.h),
+    "attribute": lambda result, given, block: (result, block.h),
+}
+
+
+@pytest.mark.parametrize("way", TAKEN)
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
+def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...], way: str) -> None:
+    def join(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
             given = types.SimpleNamespace()
-            y = block(x, self.way, given)
-            if self.way == "tuple":
-                y, h = y
-            elif self.way == "object":
-                y, h = y.y, y.h
-            else:
-                h = given.h if self.way == "argument" else block.h
+            y, h = TAKEN[way](block(x, given), given, block)
             h += x
             x = h * y
         return x
 
-
-class _Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8, bias=False)
-        self.b = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor, way: str, given: types.SimpleNamespace) -> Any:
-        h = self.a(x)
-        y = self.b(torch.tanh(h))
-        if way == "tuple":
-            return y, h
-        if way == "object":
-            return types.SimpleNamespace(y=y, h=h)
-        if way == "argument":
-            given.h = h
-        else:
-            self.h = h
-        return y
-
-
-@pytest.mark.parametrize("way", ["tuple", "object", "argument", "attribute"])
-@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
-def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...], way: str) -> None:
-    torch.manual_seed(0)
-    model, x = _Outside(way), torch.randn(shape)
-
+    model, x = Stack(lambda: _Both(way), join, blocks=2), torch.randn(shape)
     plain = _gradients(model, x)
     CheckpointedBlocks(model, policy=Policy(PolicySettings("selective"), modules=("_Both",)))
     ours = _gradients(model, x)
