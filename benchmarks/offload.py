@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _timing import interleaved_s
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
@@ -101,18 +102,6 @@ class Row:
         return f"{words}{counters.out_bytes.total() / MIB:>9.2f}{moved}"
 
 
-def in_turns_ms(rows: dict[str, Row], repeats: int) -> dict[str, list[float]]:
-    """Processor time of each step, milliseconds; one round to warm up is left out."""
-    taken: dict[str, list[float]] = {name: [] for name in rows}
-    for repeat in range(repeats + 1):
-        for name, row in rows.items():
-            start_s = time.process_time()
-            row.step()
-            if repeat:
-                taken[name].append(1e3 * (time.process_time() - start_s))
-    return taken
-
-
 def make(kind: CheckpointedInputsConfig | str, options: argparse.Namespace) -> Row:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,7 +141,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = {name: make(kind, options) for name, kind in ROWS.items()}
     with _unpinned():
-        taken_ms = in_turns_ms(rows, options.repeats)
+        steps = {name: row.step for name, row in rows.items()}
+        taken_s = interleaved_s(steps, options.repeats, time.process_time)
+        taken_ms = {name: [1e3 * step_s for step_s in times] for name, times in taken_s.items()}
         gradients = {n: [p.grad for p in r.model.parameters()] for n, r in rows.items()}
         boundary_mib = options.batch * options.tokens * options.hidden * 4 / MIB
         print(f"torch {torch.__version__}, one CPU thread, no accelerator (the stand-in)")

@@ -242,7 +242,7 @@ def main() -> None:
     for rows, rank in ((1024, 1), (1024, 4), (1024, 16), (4096, 4), (4096, 16), (32_000, 4)):
         factor = torch.randn(rows, rank)
         works = {name: (lambda w=way, f=factor: w(f)) for name, way in WAYS.items()}
-        medians_s = interleaved_medians_s(works, 4 * arguments.repeats, time.thread_time)
+        medians_s = interleaved_medians_s(works, 4 * arguments.repeats)
         row = "".join(f"{s * 1e6:14.0f}" for s in medians_s.values())
         print(f"{rows:6d} x {rank:<6d}" + row)
     print(f"\n{'|U^T U - I|':24s}" + "".join(f"{name:>14s}" for name in WAYS))

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -272,7 +271,7 @@ def codes(steps: int, repeats: int) -> None:
                 c.unpack_add_rows(p[None], s)
 
             works |= {f"{name} {data} pack": pack, f"{name} {data} unpack": unpack}
-    times_s = interleaved_medians_s(works, repeats, time.thread_time)
+    times_s = interleaved_medians_s(works, repeats)
     head = (
         "",
         "data",
@@ -319,7 +318,7 @@ def main() -> None:
         codes(arguments.steps, arguments.repeats)
         return
     elements = arguments.elements
-    medians_s = interleaved_medians_s(timed_works(elements), arguments.repeats, time.thread_time)
+    medians_s = interleaved_medians_s(timed_works(elements), arguments.repeats)
     print(f"{elements} elements, blocks of 64; torch {torch.__version__}, 1 thread")
     for name, median_s in medians_s.items():
         ratio = median_s / medians_s["cast to bf16"]

@@ -13,7 +13,6 @@ step: one standard error is 0.03). `to nearest` is bf16 without stochastic round
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
 from _timing import Work, interleaved_medians_s
@@ -74,7 +73,7 @@ def main() -> None:
     torch.manual_seed(0)
     elements = arguments.elements
     works, feedbacks = timed_works(elements)
-    medians_s = interleaved_medians_s(works, arguments.repeats, time.thread_time)
+    medians_s = interleaved_medians_s(works, arguments.repeats)
     print(f"{elements} elements; torch {torch.__version__}, 1 thread; CPU ns/element")
     for dtype, feedback in feedbacks.items():
         add, step = (medians_s[f"{dtype} {what}"] / elements * 1e9 for what in ("add", "step"))

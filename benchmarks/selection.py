@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 
 import torch
 from _timing import Work, interleaved_medians_s
@@ -110,9 +109,7 @@ def main() -> None:
     torch.manual_seed(0)
     elements, density = arguments.elements, arguments.density
     blocks = blocks_for(elements, density)
-    medians_s = interleaved_medians_s(
-        timed_works(elements, density), arguments.repeats, time.thread_time
-    )
+    medians_s = interleaved_medians_s(timed_works(elements, density), arguments.repeats)
     print(
         f"{elements} elements, density {density}: {blocks.count} blocks of {blocks.rows}, "
         f"{blocks.k} entries each; torch {torch.__version__}, 1 thread"

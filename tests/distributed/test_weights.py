@@ -200,7 +200,8 @@ def _gathered_together(
             if dist.get_rank() == 0:
                 for param, other in zip(to, source, strict=True):
                     param.data.lerp_(other.data, 0.5)
-        assert not any([stale_copies(engines[name]) for name in "ab" if sections[name]])
+        stale = [stale_copies(engines[name]) for name in "ab" if sections[name]]
+        assert not any(stale)
         losses += [models.train(engine, "llama", 2, first=2) for engine in (a, b)]
         digests = [models.weights_digest(engine) for engine in (a, b)]
         for engine in (a, b):
