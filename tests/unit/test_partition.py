@@ -1,9 +1,7 @@
 """Inputs split over a group: equal gradients, exact bytes, the same order in every process."""
 
 import gc
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,23 +17,8 @@ from ds_ckpt.activation.offload import Copies, InputStore, Wait, storage_bytes
 from ds_ckpt.activation.partition import Partition, shard_bytes, shard_of
 from ds_ckpt.activation.policies import Policy, PolicySettings
 from ds_ckpt.errors import UnsupportedError
-from tests.unit.offload_models import CPU, Boom, LateCopies, device_bytes, equal, host_bytes
-
-LIMIT_S = 20.0
-"""Nobody waits longer for the others: a test of a hang fails."""
-
-
-class _Exchange:
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
-        self.slots: list[Any] = [None] * size
-
-    def everybody(self, index: int, mine: Any) -> list[Any]:
-        self.slots[index] = mine
-        self.barrier.wait()
-        seen = list(self.slots)
-        self.barrier.wait()
-        return seen
+from ds_ckpt.lab.validate.virtual import VirtualWorld
+from tests.unit.offload_models import CPU, Boom, LateCopies, device_bytes, equal, grads, host_bytes
 
 
 class _Gathered:
@@ -53,35 +36,33 @@ class _Gathered:
 
 
 class ThreadGroup:
-    """One thread's end. `sent` logs bytes by gather, to compare the order over threads."""
+    """One thread's end. `gathered` logs bytes by gather, to compare the order over threads."""
 
-    def __init__(self, exchange: _Exchange, index: int, size: int) -> None:
-        self._exchange, self.index = exchange, index
-        self.processes = tuple(range(10, 10 + size))
+    def __init__(self, virtual: VirtualWorld, index: int) -> None:
+        self._virtual, self.index = virtual, index
+        self.processes = tuple(range(10, 10 + virtual.world))
         self.gathered: list[int] = []
         self.exchanges = 0
 
+    def _of_all(self, mine: Tensor) -> list[Tensor]:
+        seen = list(self._virtual.transports[self.index]._post(mine.clone()))
+        self._virtual.synchronize()
+        assert len({one.numel() for one in seen}) == 1, "a real backend would hang or mix them up"
+        return seen
+
     def gather(self, part: Tensor, joined: Tensor) -> Wait:
-        parts = self._exchange.everybody(self.index, part.clone())
-        assert len({p.numel() for p in parts}) == 1, "a real backend would hang or mix them up"
         self.gathered.append(part.numel())
-        return _Gathered(parts, joined)
+        return _Gathered(self._of_all(part), joined)
 
     def exchange(self, mine: Tensor) -> Tensor:
         self.exchanges += 1
-        seen = self._exchange.everybody(self.index, mine.clone())
-        assert len({s.numel() for s in seen}) == 1
-        return torch.stack(seen)
+        return torch.stack(self._of_all(mine))
 
 
 def in_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """Results of `work` in every thread of a new group; raises the first error."""
-    exchange = _Exchange(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda index: work(ThreadGroup(exchange, index, size)), range(size)))
-
-
-_BUILDING = threading.Lock()
+    virtual = VirtualWorld(size, timeout_s=20.0)
+    return virtual.run(lambda index: work(ThreadGroup(virtual, index)))
 
 
 class Block(nn.Module):
@@ -100,10 +81,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, width: int = 8, blocks: int = 4) -> None:
         super().__init__()
-        with _BUILDING:  # threads share the generator
-            torch.manual_seed(0)
-            self.scale = nn.Parameter(torch.rand(width))
-            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.arange(x.shape[-1]) % 3 > 0
@@ -151,12 +131,6 @@ class On:
     def nothing_left(self) -> bool:
         here = device_bytes(self.store), host_bytes(self.store)
         return here == (0, 0) and not self.partition._here and not self.partition._shards
-
-
-def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    model(x).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def _input(rows: int = 6, width: int = 8, seed: int = 1) -> Tensor:

@@ -34,16 +34,6 @@ def test_scopes_surround_every_recompute_and_nothing_else() -> None:
     assert events == ["in", "out"] * 3
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_without_gradients_blocks_are_left_alone(training: bool) -> None:
-    calls: Counter[str] = Counter()
-    model = Stack(lambda: Block(lambda x: calls.update(["forward"]) or x)).train(training)
-    CheckpointedBlocks(model, ["Block"])
-    with torch.no_grad():
-        model(data())
-    assert calls["forward"] == 3
-
-
 def enable(model: Any, use_reentrant: bool = True) -> None:
     """transformers' own switch, by the name that it has in the installed version."""
     name = "activation_checkpointing_enable"

@@ -21,7 +21,6 @@ from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import StateError
-from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.sealed import SealedFile, write
 
@@ -45,34 +44,30 @@ class Part:
 class Processes:
     """`hosts` times `local` processes with residuals, each keeping its column."""
 
-    def __init__(self, hosts: int, local=1, dtype="fp32", *, enabled=True, **options: Any) -> None:
-        self.world = hosts * local
-        columns = [tuple(range(i, self.world, local)) for i in range(local)]
-        self.members = [columns[p % local] for p in range(self.world)]
-        self.feedbacks = [Feedback(enabled=enabled, dtype=dtype, seed=p) for p in range(self.world)]
-        self.parts = [Part() for _ in range(self.world)]
+    def __init__(self, hosts: int, local=1, dtype="fp32", **options: Any) -> None:
+        size = hosts * local
+        self.world = World(size, lambda name, shape: None, local=local, residual_dtype=dtype)
+        self.feedbacks = self.world.feedbacks
+        self.parts = [Part() for _ in range(size)]
         self.files = [
             ResidualFiles(
                 self.feedbacks[p],
                 **{"method": "topk", "numels": NUMELS, "step": self.parts[p], **options},
                 dp_rank=p,
-                world=self.world,
-                peers=columns if local > 1 else (),
+                world=size,
+                peers=self.world.columns if local > 1 else (),
             )
-            for p in range(self.world)
+            for p in range(size)
         ]
-
-    def column(self, process: int, name: str) -> LocalShard:
-        return LocalShard(ShardLayout(NUMELS[name], self.world), self.members[process])
 
     def train(self, steps: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             for p, feedback in enumerate(self.feedbacks):
-                for name in NUMELS:
-                    numel = self.column(p, name).numel
+                for name, whole in NUMELS.items():
+                    numel = self.world.column(p, whole).numel
                     gradient = torch.randn(numel, generator=generator)
-                    pending = feedback.accumulate(name, gradient, self.world)
+                    pending = feedback.accumulate(name, gradient, len(self.feedbacks))
                     pending[: numel // 3] = 0.0
                     feedback.store(name, pending)
                 feedback.commit()
@@ -89,14 +84,7 @@ class Processes:
             files.restore(state)
 
     def sums(self) -> dict[str, Tensor]:
-        """Return the sum of every entry over all ranks, in float64."""
-        totals = {name: torch.zeros(n, dtype=torch.float64) for name, n in NUMELS.items()}
-        for p, feedback in enumerate(self.feedbacks):
-            for name, residual in feedback.state_dict().items():
-                layout = self.column(p, name)
-                for m in range(len(layout.members)):
-                    totals[name][layout.source(m)] += residual[layout.shard(m)].double()
-        return totals
+        return {name: self.world.residual_sum(name, numel) for name, numel in NUMELS.items()}
 
     def bits(self) -> list[Any]:
         return [
