@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from virtual import World
 
 import ds_ckpt
 from ds_ckpt.activation import Policy, PolicySettings, checkpoint
 from ds_ckpt.engine.step import make_step_state
-from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
-from ds_ckpt.lab.validate.virtual import VirtualTransport, VirtualWorld
+from ds_ckpt.lab.validate.virtual import VirtualTransport
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.zero3.gradient_hook import GradientHook
 from tests.unit.offload_models import Model, put_on
@@ -73,23 +73,18 @@ POWERSGD = {"exchange/low_rank.py", "compression/powersgd.py"}
     ],
 )
 def test_a_gradient_passes_six_files(method, values, files, local) -> None:
-    world = 2 * local
-    columns = [tuple(range(i, world, local)) for i in range(local)]
-    everyone = VirtualWorld(world)
-    between, inside = [VirtualWorld(2) for _ in columns], [VirtualWorld(local) for _ in range(2)]
+    world = World(2 * local, lambda name, shape: None, local=local)
     settings = ExchangeSettings(MethodSettings(method, **values), warmup_steps=0)
     way = Way()
 
     def work(p: int) -> None:
-        place, host = p % local, p // local
-        in_host = InHostSum(inside[host].transports[place], columns) if local > 1 else None
         state = make_step_state(
             settings,
-            between[place].transports[host],
-            everyone.transports[p],
+            world.transports[p],
+            world.virtual.transports[p],
             settings.residuals(p, holds=False),
             current_step=lambda: 1,
-            in_host=in_host,
+            in_host=world.exchanges[p]._in_host,
         )
         hook: Any = GradientHook.__new__(GradientHook)
         vars(hook).update(_optimizer=SimpleNamespace(loss_scale=1.0), _names={0: "w"}, _verify=None)
@@ -100,7 +95,7 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
         finally:
             sys.setprofile(None)
 
-    everyone.run(work)
+    world.virtual.run(work)
     assert way.files == ALWAYS | {FEEDBACK} | files | ({LEVELS} if local > 1 else set())
     assert len(way.files) <= 6 + (method == "powersgd" and local > 1)
 
