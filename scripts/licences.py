@@ -1,4 +1,4 @@
-"""LICENCES.md: the licence of every package that ds_ckpt needs, from installed metadata.
+"""docs/licences.md: the licence of every package that ds_ckpt needs, from installed metadata.
 
 python scripts/licences.py           # writes it
 python scripts/licences.py --check   # exit 1 where it is not what the environment says
@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "LICENCES.md"
+PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences
 
 ds_ckpt: MIT ([LICENSE](https://opensource.org/license/mit)). The packages that it needs, from
@@ -64,7 +64,7 @@ def main() -> None:
     if not parser.parse_args().check:
         PAGE.write_text(page(), encoding="utf-8")
     elif page() != PAGE.read_text(encoding="utf-8"):
-        print("LICENCES.md is old: python scripts/licences.py", file=sys.stderr)
+        print("docs/licences.md is old: python scripts/licences.py", file=sys.stderr)
         raise SystemExit(1)
 
 
