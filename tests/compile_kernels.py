@@ -32,7 +32,7 @@ COUNTS = {"rows": "i32", **dict.fromkeys(_LONG, "i64")}
 PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
 ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
 MAXIMA = {"values": "*fp32", "offsets": "*u8", **COUNTS}
-RESIDUAL = {"gradient": "*bf16", "out": "*fp32", "working": "*fp32", "divisor": "fp32", **COUNTS}
+RESIDUAL = {"gradient": "*i16", "out": "*fp32", "working": "*fp32", "divisor": "fp32", **COUNTS}
 RESIDUAL |= {"seed": "i32"}
 STORED = {
     "int8": {"stored": "*i8", "values": "*i8", "scales": "*i16"},
@@ -124,6 +124,7 @@ def _steps() -> None:
         ("pack_quantized", 1),
         ("unpack_add_quantized", None),
         ("block_maxima", 1),
+        ("take_selected", None),
         ("add_gradient", None),
         ("round_residual", None),
     ):
@@ -190,6 +191,15 @@ def main() -> None:
                 found[key] = compiled(
                     kernel, RESIDUAL | types, given, capability, enable_fp_fusion=False
                 )
+        constants = {"FORMAT": "int8", "BLOCK": 64, "TILE": TILE}
+        types = dict.fromkeys(triton_kernels.take_selected.arg_names, "i64") | PACK
+        found[f"take_selected, sm_{capability}"] = compiled(
+            triton_kernels.take_selected,
+            {name: kind for name, kind in types.items() if name not in constants},
+            constants,
+            capability,
+            enable_fp_fusion=False,
+        )
         blocks = {"K": 2, "ROWS": 256, "COLUMNS": 32}
         found[f"maxima, sm_{capability}"] = compiled(
             triton_kernels.block_maxima, MAXIMA, blocks, capability

@@ -91,7 +91,7 @@ def add_gradient(
     tensors, numel = [t if t is None else _in_bits(t) for t in (stored, scales)], out.numel()
     if numel:
         triton_kernels.add_gradient[(-(-numel // TILE),)](
-            *(*tensors, gradient, out, numel, float(divisor)),
+            *(*tensors, _in_bits(gradient), out, numel, float(divisor)),
             BLOCK=block,
             ALIGNED=numel % 16 == 0 and all(map(_aligned, (stored, gradient, out))),
             **_OPTIONS,
@@ -136,4 +136,19 @@ def select_in_blocks(values: Tensor, offsets: Tensor, count: int, k: int) -> Non
         K=k,
         ROWS=max(2, 1 << (rows - 1).bit_length()),
         COLUMNS=columns,
+    )
+
+
+def take_selected(values: Tensor, out: Tensor, count: int, start: int, sent: int, fmt: str) -> None:
+    """Write the values of `sent` entries, whose offsets are in `out` from byte `start` on.
+
+    fp32 [shards, n], of which the residual is left, to uint8 [shards, bytes] of zeros.
+    """
+    from ds_ckpt.compression.triton_kernels import take_selected
+
+    take_selected[(-(-sent // TILE), len(values))](
+        *(values, out, sent, count, start, values.stride(0), out.stride(0)),
+        FORMAT=fmt,
+        BLOCK=64,
+        **_OPTIONS,
     )

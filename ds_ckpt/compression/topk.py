@@ -99,6 +99,10 @@ class TopK(Method, Codec):
         out[:, start + blocks.sent :].zero_()
         offsets = out[:, start : start + blocks.sent].view(-1, blocks.k, blocks.count)
         select_in_blocks(values, blocks, offsets)
+        if fused.is_supported(values.device):
+            out[:, :start].zero_()
+            fused.take_selected(values, out, blocks.count, start, blocks.sent, self.values)
+            return
         index = blocks.flat_index(offsets)
         picked = values.gather(1, index)
         decoded = encode_values(picked, self.values, out[:, :start])

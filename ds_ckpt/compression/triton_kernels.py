@@ -285,7 +285,8 @@ def add_gradient(
     else:
         scale = tl.load(scales + (start + entry) // BLOCK, mask=there, other=0).to(tl.int32)
         x = x.to(tl.float32) * _wide(scale & 0xFFFF)
-    g = tl.load(gradient + entry, mask=there, other=0).to(tl.float32)
+    g = tl.load(gradient + entry, mask=there, other=0)
+    g = _wide(g.to(tl.int32) & 0xFFFF) if g.dtype == tl.int16 else g.to(tl.float32)
     tl.store(out + entry, x + tl.div_rn(g, divisor + tl.zeros_like(g)), mask=there)
 
 
@@ -327,3 +328,49 @@ def round_residual(
         inverse = tl.div_rn(tl.zeros((TILE // BLOCK,), tl.float32) + 1.0, _wide(scale))
         y = x * inverse[:, None] + random.to(tl.float32) * TO_HALF + 0.5
         tl.store(values + entry, tl.floor(y).to(tl.int8), mask=there)
+
+
+@kernel
+def take_selected(
+    values,
+    payload,
+    sent: tl.int64,
+    count: tl.int64,
+    offsets_start: tl.int64,
+    values_stride: tl.int64,
+    payload_stride: tl.int64,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the values of entries whose offsets are in the payload, and leave their residual."""
+    row = tl.program_id(1).to(tl.int64)
+    values += row * values_stride
+    payload += row * payload_stride
+    start, entry, there = _blocks(sent, BLOCK, TILE, False)
+    i = start + entry
+    at = values + tl.load(payload + offsets_start + i, mask=there, other=0) * count + i % count
+    x = tl.load(at, mask=there, other=0.0)
+    if FORMAT == "fp32":
+        decoded = x
+        tl.store(payload.to(tl.pointer_type(tl.float32)) + i, x, mask=there)
+    elif FORMAT == "bf16":
+        most: tl.constexpr = 3.3895313892515355e38
+        bits = _bf16(tl.minimum(tl.maximum(x, -most), most))
+        decoded = _wide(bits)
+        tl.store(payload.to(tl.pointer_type(tl.int16)) + i, bits.to(tl.int16), mask=there)
+    else:
+        largest = tl.max(tl.abs(x), axis=1)
+        scale = _bf16(tl.div_rn(largest, tl.zeros_like(largest) + 127.0))
+        wide = _wide(scale)[:, None] + tl.zeros_like(x)
+        codes = tl.div_rn(x, tl.where(wide == 0.0, 1.0, wide))
+        codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+        codes = (codes + 12582912.0) - 12582912.0
+        decoded = codes * wide
+        block = start // BLOCK + tl.arange(0, TILE // BLOCK)
+        scales = payload.to(tl.pointer_type(tl.int16)) + block
+        tl.store(scales, scale.to(tl.int16), mask=block * BLOCK < sent)
+        tl.store(
+            payload + _codes_start(sent, BLOCK) + i, codes.to(tl.int8).to(tl.uint8), mask=there
+        )
+    tl.store(at, x - decoded, mask=there)

@@ -22,9 +22,9 @@ from test_codecs import KINDS, SCALES
 from test_codecs import gradient as of_kind
 from torch import Tensor
 
-from ds_ckpt.compression import Feedback, Quantize, fused
+from ds_ckpt.compression import Codec, Feedback, Quantize, TopK, fused
 from ds_ckpt.compression.quantize import BLOCKS
-from ds_ckpt.compression.topk import blocks_for, select_in_blocks
+from ds_ckpt.compression.topk import VALUE_FORMATS, blocks_for, select_in_blocks
 from ds_ckpt.weights import lossless
 
 if os.environ.get("CI") != "true":  # there it is installed
@@ -44,7 +44,7 @@ def kernels(on: bool) -> Iterator[None]:
         return alone
 
     with pytest.MonkeyPatch.context() as patch:
-        every = "pack_quantized", "unpack_add_quantized", "select_in_blocks"
+        every = "pack_quantized", "unpack_add_quantized", "select_in_blocks", "take_selected"
         for name in (*every, "add_gradient", "round_residual"):
             patch.setattr(fused, name, locked(getattr(fused, name)))
         patch.setattr(fused, "is_supported", lambda device: on)
@@ -97,7 +97,7 @@ def gradient(numel: int, seed: int, scale: float = 1.0) -> Tensor:
     return of_kind(KINDS[seed % len(KINDS)], numel, seed, scale)
 
 
-def _packed(codec: Quantize, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
+def _packed(codec: Codec, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
     """Payloads, which lie apart and were full, and what is left of fp32 [rows, n]."""
     left, size = values.clone(), codec.packed_bytes(values.shape[1])
     room = torch.full((len(values), size + 8), 0xAA, dtype=torch.uint8)
@@ -161,6 +161,7 @@ def test_unpacking_is_bit_equal_to_the_operators(codec, numel, rows, seed, scale
     st.sampled_from([4.0, 3000.0]),
     seeds,
 )
+@example(1, "bf16", torch.bfloat16, 4.0, 3895)  # a denormal number
 def test_residuals_are_added_and_rounded_as_by_operators(numel, dtype, of, divisor, seed) -> None:
     """In one pass each: up to 10 bytes an entry to add a gradient, 5 or 6 to round."""
     grad = gradient(numel, seed, 1e-3).to(of)
@@ -193,6 +194,22 @@ def test_maxima_of_blocks_are_those_of_the_operators(numel, density, shards, see
     assert torch.equal(*found)
 
 
+@given(
+    st.builds(TopK, density=st.sampled_from([0.01, 0.3]), values=st.sampled_from(VALUE_FORMATS)),
+    st.integers(70, 3000),
+    seeds,
+    st.sampled_from(SCALES),
+)
+def test_selected_values_and_their_residual_are_those_of_operators(
+    codec, numel, seed, scale
+) -> None:
+    values = torch.stack([gradient(numel, seed + r, scale) for r in range(2)])
+    for wanted, got in zip(
+        _packed(codec, values, on=False), _packed(codec, values, on=True), strict=True
+    ):
+        assert torch.equal(wanted, got)
+
+
 @pytest.mark.parametrize("kernels", [(), (lossless._try_kernels,)])
 def test_kernels_that_cannot_be_compiled_are_not_used(kernels, monkeypatch, caplog) -> None:
     fused.is_supported.cache_clear()
@@ -211,6 +228,7 @@ MOST_INSTRUCTIONS = {
     "unpack_add, 2 bits": 205,
     "unpack_add, 2 bits, contracted": 205,
     "maxima": 1850,
+    "take_selected": 1050,
     "add_gradient, int8": 245,
     "add_gradient, bf16": 225,
     "round_residual, int8": 235,
@@ -241,13 +259,13 @@ def test_kernels_compile_for_gpus_and_are_short(tmp_path: Path) -> None:
         kernel = name.rpartition(", sm_")[0]
         assert 80 < made["instructions"] <= MOST_INSTRUCTIONS[kernel], name
         least = 2 if kernel.startswith("round") else 4
-        assert made["wide"] >= least or kernel in ("maxima", "lengths"), name
+        assert made["wide"] >= least or kernel in ("maxima", "lengths", "take_selected"), name
         # a product and a sum are two roundings, as in the operators
         assert (made["fma"] > 0) == ("contracted" in name), name
 
 
 def test_no_kernel_is_compiled_after_attach(tmp_path: Path) -> None:
-    assert _compile("steps", cache=tmp_path) == {"at attach": 21, "in steps": 0}
+    assert _compile("steps", cache=tmp_path) == {"at attach": 22, "in steps": 0}
 
 
 @pytest.mark.parametrize(
