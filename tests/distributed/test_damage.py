@@ -55,8 +55,7 @@ def _digest(engine: Any) -> dict[str, Any]:
     return {**found, **training.outcome(engine, [])}
 
 
-@pytest.mark.timeout(300)
-@ranks(1, 1, timeout=240)
+@ranks(1, 1)
 def test_a_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(tmp_path: Path) -> None:
     """Residuals and factors; training continues to the bit, and another tag loads."""
     results = []
