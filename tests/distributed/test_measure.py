@@ -78,7 +78,7 @@ def test_the_demo_keeps_its_promises_and_continues(tmp_path: Path) -> None:
     rows = {row.configuration: row for row in report.findings.rows}
     for row in rows.values():
         gathered, expected = (
-            sum(n for purpose, n in one.purpose_bytes.items() if purpose.startswith("gather"))
+            sum(n for purpose, n in one.far_bytes.items() if purpose.startswith("gather"))
             for one in (row, rows["none/stock"])
         )
         assert gathered == expected > 0

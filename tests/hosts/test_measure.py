@@ -106,18 +106,16 @@ def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path)
             assert step.parts_s["network_forward"] > 0
 
 
-def test_interface_bytes_are_the_sum_of_the_purposes_within_3_percent(measured: Path) -> None:
+def test_interfaces_count_the_bytes_of_the_collectives_within_3_percent(measured: Path) -> None:
     for trial in trials(measured):
-        counted = sum(trial.purpose_bytes.values())
-        assert trial.interface_bytes == pytest.approx(counted, rel=0.03), trial.key
-        # one process a host: nothing goes over loopback
-        assert sum(trial.link_bytes) == pytest.approx(trial.interface_bytes, rel=0.001)
+        counted = sum(trial.far_bytes.values())
+        assert sum(trial.link_bytes) == pytest.approx(counted, rel=0.03), trial.key
         assert len(trial.link_bytes) == 2
     assert byte_notes(Report.of(measured).findings) == []
 
 
 def test_configurations_send_the_expected_bytes(measured: Path) -> None:
-    reduced = {t.configuration: t.purpose_bytes["reduce"] for t in trials(measured)}
+    reduced = {t.configuration: t.far_bytes["reduce"] for t in trials(measured)}
     for policy in ("none", "block"):
         assert reduced[f"{policy}/stock"] == pytest.approx(2 * reduced[f"{policy}/dense"], rel=0.02)
         assert 0 < reduced[f"{policy}/4bit"] < reduced[f"{policy}/dense"] / 6

@@ -172,9 +172,6 @@ def test_a_hostfile_of_machines(pdsh_hosts, tmp_path, monkeypatch) -> None:
     # hpZ's second gather stays inside the host
     assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
     for trial in found.values():
-        counted = sum(trial.purpose_bytes.values())
-        assert trial.interface_bytes == pytest.approx(counted, rel=0.03)
-        assert sum(trial.link_bytes) < 0.9 * trial.interface_bytes  # two processes meet on loopback
         assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"

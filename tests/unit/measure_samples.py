@@ -44,28 +44,17 @@ def step(name: str, rate_mbit: float, more_s: float = 0.0) -> StepTime:
 
 def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: float) -> Trial:
     one = Configuration.of(name)
-    again = 0.75 if one.policy == "block" else 0.0
     gathers = WEIGHTS_MB if one.weights == "stock" else 0.0
     changed, gradients = CHANGED_MB.get(one.weights, 0.0), GRADIENTS_MB[one.method]
     mb = gathers + changed + gradients
-    purposes = {
-        "gather_forward": gathers * 1e6,
-        "gather_recompute": again * gathers * 1e6,
-        "gather_backward": (1 - again) * gathers * 1e6,
-        "weights": 2 * changed * 1e6,
-        "reduce": 2 * gradients * 1e6,
-        "other": 1000.0,
-    }
     far = {"gather_forward": gathers, "weights": changed, "reduce": gradients}
     return Trial(
         configuration=name,
         rate_mbit=rate,
         repetition=repetition,
         steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
-        purpose_bytes=purposes,
         far_bytes={purpose: 2e6 * n for purpose, n in far.items()},
         link_bytes=(mb * 1e6, mb * 1e6 - 5),
-        interface_bytes=1.01 * sum(purposes.values()),
         stored_weight_bytes=STORED_MB[one.weights] * 1e6,
     )
 

@@ -94,10 +94,10 @@ def test_rows_have_the_values_of_their_samples(found: Findings) -> None:
 
 
 def test_a_new_figure_is_one_entry(monkeypatch: pytest.MonkeyPatch, found: Findings) -> None:
-    new = Figure[Row]("all_bytes", "all", "MB", lambda r: sum(r.purpose_bytes.values()))
+    new = Figure[Row]("all_bytes", "all", "MB", lambda r: sum(r.far_bytes.values()))
     monkeypatch.setattr("ds_ckpt.lab.measure.findings.MEASURED", [*MEASURED, new])
     row = found.content()["rows"][0]
-    assert row["all_bytes"] == pytest.approx(4 * 20e6 + 1000)
+    assert row["all_bytes"] == pytest.approx(2 * 20e6)
     assert new.heading == "all, MB"
     texts = [new.text(Estimate(2e6, 1e6, high)) for high in (3e6, 4e6)]
     assert texts == ["2.00 ± 1.00", "2.00 (1.00 to 4.00)"]
@@ -262,12 +262,7 @@ def test_bytes_are_the_collectives_and_the_interface_checks_them(hosts: int, slo
     quiet = find(spec, known.samples(spec))
     for more, checked in ((1e9, False), (1e5, True)):
         samples = [
-            s.model_copy(
-                update={
-                    "link_bytes": tuple(n + more for n in s.link_bytes),
-                    "interface_bytes": s.interface_bytes + more,
-                }
-            )
+            s.model_copy(update={"link_bytes": tuple(n + more for n in s.link_bytes)})
             if isinstance(s, Trial) and s.configuration == "block/4bit" and s.repetition > 1
             else s
             for s in known.samples(spec)
@@ -283,7 +278,7 @@ def test_bytes_are_the_collectives_and_the_interface_checks_them(hosts: int, slo
 
 
 def test_a_report_without_a_counter_says_so() -> None:
-    none = {"link_bytes": (0.0, 0.0), "interface_bytes": 0.0}
+    none = {"link_bytes": (0.0, 0.0)}
     samples = [s.model_copy(update=none) if isinstance(s, Trial) else s for s in known.samples()]
     found = find(known.SPEC, samples)
     assert "not checked" in byte_notes(found)[0]

@@ -49,7 +49,7 @@ Value = Estimate | Ratio | float | None
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration at one rate. Bytes are per step: by purpose of all ranks, else of a node.
+    """A configuration at one rate. `far_bytes` by purpose and `link_bytes` are of a node and step.
 
     `steps_s` are in the order of repetitions and trials, equal in every row. `interface_excess` is
     the share that the interfaces count above the collectives; None if they count next to nothing.
@@ -61,10 +61,8 @@ class Row:
     step_s: Estimate
     steps_s: tuple[float, ...]
     parts_s: dict[str, float]
-    purpose_bytes: dict[str, float]
     far_bytes: dict[str, float]
     link_bytes: Estimate
-    interface_bytes: float
     interface_excess: float | None
     stored_weight_bytes: float
     peak_bytes: float | None

@@ -154,22 +154,18 @@ def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row
         step_s=Estimate(step_s, step_s, step_s),
         steps_s=tuple(step.step_s for step in steps),
         parts_s={part: statistics.fmean(s.parts_s[part] for s in middle) for part in PARTS},
-        purpose_bytes=means([t.purpose_bytes for t in trials]),
         far_bytes=far_bytes,
         link_bytes=Estimate(link_bytes, link_bytes, link_bytes),
-        interface_bytes=statistics.median(t.interface_bytes for t in trials),
-        interface_excess=_interface_excess(spec, trials),
+        interface_excess=_interface_excess(trials),
         stored_weight_bytes=trials[0].stored_weight_bytes,
         peak_bytes=peaks.get(Configuration.of(name).policy),
     )
 
 
-def _interface_excess(spec: Spec, trials: Sequence[Trial]) -> float | None:
-    """Return the share by which interfaces count more than collectives: to other nodes, or all."""
-    far = spec.hosts > 1
-    counted = sum(sum((t.far_bytes if far else t.purpose_bytes).values()) for t in trials)
-    each = [sum(t.link_bytes) if far else t.interface_bytes for t in trials]
-    passed = statistics.median(each) * len(trials)
+def _interface_excess(trials: Sequence[Trial]) -> float | None:
+    """Return the share by which interfaces count more than collectives."""
+    counted = sum(sum(t.far_bytes.values()) for t in trials)
+    passed = statistics.median(sum(t.link_bytes) for t in trials) * len(trials)
     return None if passed < 0.05 * counted or not counted else passed / counted - 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from ds_ckpt.lab.report.document import (
     ReportSection,
     Table,
 )
-from ds_ckpt.telemetry.units import MB, number
 
-FORMAT = "ds_ckpt measure 4"
+FORMAT = "ds_ckpt measure 5"
 MAX_SHARE = 2.0
 """Largest share in the chart; larger ones are drawn at this value."""
 _PARTS = (
@@ -128,7 +127,6 @@ class Report:
         sections = [
             ReportSection("", self._shares()),
             ReportSection("Step time, bytes and memory", [*how, *self._steps()]),
-            ReportSection("Bytes by purpose", self._purposes()),
             ReportSection("Comparisons with dense", self._comparisons()),
             ReportSection("Settings and machine", [self._facts()]),
         ]
@@ -171,32 +169,15 @@ class Report:
         for place, rate in enumerate(self.findings.rates):
             rows = self.findings.at(rate)
             parts = [one for one in MEASURED if one.name in _PARTS]
-            seconds = [{one.title: one.of(row) for one in parts} for row in rows]
             chart = Rows(
                 [row.configuration for row in rows],
                 "seconds per step (black: the step with its interval)",
-                _bands(seconds),
+                [Band(one.title, list[Any](map(one.of, rows))) for one in parts],
                 [(e.low, e.value, e.high) for e in (row.step_s for row in rows)],
             )
             plot = Plot(f"parts-{place}", [chart], "Parts of a step.")
             found += [Heading(link(rate)), self._table(rate, MEASURED), plot]
         return found
-
-    def _purposes(self) -> list[ReportBlock]:
-        rows = self.findings.at(self.findings.rates[0])
-        megabytes = [{p: n / MB for p, n in row.purpose_bytes.items()} for row in rows]
-        counted = [row.interface_bytes / MB for row in rows]
-        names, spans = [row.configuration for row in rows], [(n, n, n) for n in counted]
-        bands = _bands(megabytes)
-        chart = Rows(names, "MB per step, all ranks", bands, spans, "at the interfaces")
-        caption = "Payload counted at each collective; the mark is the interfaces' count."
-        heads = [f"{purpose.replace('_', ' ')}, MB" for purpose in megabytes[0]]
-        cells = [
-            [name, *map(number, [*mb.values(), sum(mb.values()), count])]
-            for name, mb, count in zip(names, megabytes, counted, strict=True)
-        ]
-        heads = ["configuration", *heads, "sum, MB", "interfaces, MB"]
-        return [Plot("bytes-0", [chart], caption), Table(heads, cells)]
 
     def _comparisons(self) -> list[ReportBlock]:
         found: list[ReportBlock] = []
@@ -269,10 +250,6 @@ def share_chart(comparisons: Sequence[ComparisonRow]) -> Lines:
         levels.append((100 * MAX_SHARE, f"{MAX_SHARE:.0%} or more"))
     names = [link(None if math.isinf(rate) else rate) for rate in rates]
     return Lines(drawn, "link", "share paid, %", levels=levels, names=names, inches=3.2)
-
-
-def _bands(values: Sequence[Mapping[str, Any]]) -> list[Band]:
-    return [Band(label.replace("_", " "), [one[label] for one in values]) for label in values[0]]
 
 
 def _nothing(path: Path, found: str) -> StateError:

@@ -37,8 +37,8 @@ class StepTime(_Record):
 class Trial(_Record):
     """Consecutive timed steps of one configuration. Bytes are per step.
 
-    Payload by purpose is counted at the collectives, summed over the ranks; `far_bytes` go to other
-    nodes. Interfaces send `link_bytes` from each node, and `interface_bytes` with loopback.
+    `far_bytes` are payload to other nodes (on one node, to other ranks) by purpose, counted at the
+    collectives and summed over the ranks. The interface of each node sends `link_bytes`.
     """
 
     by = ("kind", "configuration", "rate_mbit", "repetition")
@@ -47,10 +47,8 @@ class Trial(_Record):
     rate_mbit: float | None
     repetition: int
     steps: tuple[StepTime, ...]
-    purpose_bytes: dict[str, float]
     far_bytes: dict[str, float]
     link_bytes: tuple[float, ...]
-    interface_bytes: float
     stored_weight_bytes: float
 
 

@@ -124,7 +124,7 @@ class Worker:
     def __init__(self, spec: Spec, heartbeat: Heartbeat) -> None:
         self.spec, self.heartbeat = spec, heartbeat
         self.store = Store(heartbeat.folder)
-        self.interface = link_interface(spec.where)
+        self.interface = link_interface("loopback" if spec.hosts == 1 else spec.where)
         self.done = self.total = 0
 
     def batches(self, step: int) -> list[Any]:
@@ -180,36 +180,28 @@ class Worker:
         before, counted = self._settled(), one.session.counters.snapshot()
         times = [self._step(one, first + spec.drop + step) for step in range(spec.steps)]
         delta = one.session.counters.snapshot() - counted
-        link, local = (now - then for now, then in zip(self._settled(), before, strict=True))
-        purposes = {p.value: delta.bytes_sent[p] / spec.steps for p in Purpose}
+        link_bytes = (self._settled() - before) / spec.steps
         far = {p.value: delta.far_bytes[p] / spec.steps for p in Purpose}
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        sent = [(link / spec.steps, local / spec.steps)] if leads else []
-        everyone = gather_objects((times, purposes, far, sent, one.stored_weight_bytes))
-        all_times, all_purposes, all_far, all_sent, stored = zip(*everyone, strict=True)
-        by_node = list(itertools.chain(*all_sent))
+        everyone = gather_objects((times, far, [link_bytes] * leads, one.stored_weight_bytes))
+        all_times, all_far, by_node, stored = zip(*everyone, strict=True)
         self._append(
             Trial(
                 configuration=one.configuration.name,
                 rate_mbit=rate,
                 repetition=repetition,
                 steps=slowest(all_times),
-                purpose_bytes={name: sum(p[name] for p in all_purposes) for name in purposes},
                 far_bytes={name: sum(p[name] for p in all_far) for name in far},
-                link_bytes=tuple(node[0] for node in by_node),
-                interface_bytes=sum(map(sum, by_node)),
+                link_bytes=tuple(itertools.chain(*by_node)),
                 stored_weight_bytes=max(stored),
             )
         )
 
-    def _settled(self) -> tuple[int, int]:
-        """Read the bytes sent by the link and by loopback, while nothing is being sent."""
+    def _settled(self) -> int:
+        """Read the bytes that the interface has sent, while nothing is being sent."""
         dist.barrier()
         time.sleep(SETTLE_S)
-        found = (0, 0)
-        if self.interface is not None:
-            local = 0 if self.interface == "lo" else sent_bytes("lo")
-            found = (sent_bytes(self.interface), local)
+        found = 0 if self.interface is None else sent_bytes(self.interface)
         dist.barrier()
         return found
 

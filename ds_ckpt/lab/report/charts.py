@@ -42,7 +42,6 @@ class Rows:
     x: str
     bands: Sequence[Band] = ()
     spans: Sequence[Span | None] = ()
-    spans_are: str = ""
     dots: Sequence[Sequence[float]] = ()
     notes: Sequence[str] = ()
     shaded: float = 0.0
@@ -65,12 +64,10 @@ class Rows:
                 left = [a + b for a, b in zip(left, band.widths, strict=True)]
         for place, dots in enumerate(self.dots):
             axes.plot(dots, [place] * len(dots), "o", ms=3, fillstyle="none", color=_COLOURS[2])
-        label = self.spans_are
         for place, span in enumerate(self.spans):
             if span is not None:
                 axes.plot(span[::2], [place] * 2, color="black", linewidth=1.6)
-                axes.plot(span[1], place, "|", color="black", markersize=12, label=label)
-                label = ""
+                axes.plot(span[1], place, "|", color="black", markersize=12)
         for place, note in enumerate(self.notes):
             if note:
                 side = "right" if left[place] > 0.55 * max(left) else "left"
