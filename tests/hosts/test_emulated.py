@@ -249,18 +249,17 @@ PAYLOAD_BYTES_PER_S = SET_BYTES_PER_S * 1448 / 1514
 
 
 @pytest.mark.timeout(300)
-def test_the_rate_that_was_set_is_found_within_5_percent(two_hosts: EmulatedHosts) -> None:
+def test_payload_each_way_is_at_the_rate_that_was_set(two_hosts: EmulatedHosts) -> None:
     """The best of a few tries: other work on the machine slows a transfer, nothing speeds it."""
-    best = [0.0, 0.0, 0.0]
+    best = 0.0
     for _ in range(6):
         links = probe.probe(two_hosts)
-        assert links.hosts == ("host0", "host1")
         (pair,) = links.pairs
+        assert (pair.first, pair.second) == ("host0", "host1")
         assert 0 < pair.latency_s < 0.1
-        rates = pair.forward_bytes_per_s, pair.backward_bytes_per_s, pair.both_bytes_per_s
-        best = list(map(max, best, rates))
-        assert max(best) < 1.05 * PAYLOAD_BYTES_PER_S
-        if min(best[:2]) > 0.95 * PAYLOAD_BYTES_PER_S and best[2] > 0.85 * PAYLOAD_BYTES_PER_S:
+        best = max(best, pair.bytes_per_s)
+        assert best < 1.05 * PAYLOAD_BYTES_PER_S
+        if best > 0.85 * PAYLOAD_BYTES_PER_S:
             return
     pytest.fail(f"far from the rate that was set: {best}")
 
@@ -278,7 +277,7 @@ def test_every_pair_is_measured_and_the_command_writes_json(can_emulate, tmp_pat
     assert found == [("host0", "host1"), ("host0", "host2"), ("host1", "host2")]
     for pair in links.pairs:
         assert f"{pair.first} - {pair.second}: " in result.stdout
-        assert 0 < max(pair.forward_bytes_per_s, pair.backward_bytes_per_s) < 1.1 * 50e6 / 8
+        assert 0 < pair.bytes_per_s < 1.1 * 50e6 / 8
 
 
 def test_one_node_has_no_link(tmp_path: Path) -> None:
@@ -292,6 +291,6 @@ def test_a_file_that_is_none_of_the_probe_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="does not have the format"):
         Links.load(path)
-    links = Links(("a", "b"), (Pair("a", "b", 1e-5, 1.0, 2.0, 3.0),))
+    links = Links((Pair("a", "b", 1e-5, 3.0),))
     links.save(path)
     assert Links.load(path) == links

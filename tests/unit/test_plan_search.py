@@ -348,7 +348,7 @@ def test_the_command_answers_and_writes_valid_files(tmp_path, is_golden) -> None
 
 def test_a_function_without_tokens_and_probed_links(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
-    Links(("one", "two"), (Pair("one", "two", 1e-4, 9e8, 9e8, 5e8),)).save(links)
+    Links((Pair("one", "two", 1e-4, 5e8),)).save(links)
     stack = ["tests.unit.estimate_models:stack", "--modules=Mixer"]
     code, text = plan(*stack, "--cluster=2 nodes x 2 L40S", f"--links={links}", "--details")
     assert code == 0, text

@@ -140,7 +140,7 @@ class Hardware:
                 self.wrong(str(links), "no links", str(error), remedy)
             else:
                 source = f"measured: the slowest pair in {links.name}"
-                far = Constant(far.what, 8 * min(p.both_bytes_per_s for p in pairs), source)
+                far = Constant(far.what, 8 * min(p.bytes_per_s for p in pairs), source)
                 hop = Constant(hop.what, max(p.latency_s for p in pairs), source)
         device = self.entry("accelerators", name.strip(), needed)
         return Cluster(text, int(nodes), int(local), device, far, hop)

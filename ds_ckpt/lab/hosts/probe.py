@@ -3,8 +3,7 @@
 One process per node takes part. Each pair of nodes is measured while the others wait:
 
     latency     half of the round trip of 8 bytes, median
-    one way     bytes sent until the receiver has them all, in each direction
-    both ways   both nodes send at once
+    rate        of each direction while both nodes send
 
 The number of bytes doubles until sending takes long enough: what a shaper's burst and TCP's slow
 start do to the first ones is then small. Payload is timed; headers take 4 to 5% of an Ethernet link
@@ -35,7 +34,7 @@ from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.hosts.launcher import check_hosts, launch
 
-FORMAT = "ds_ckpt links 2"
+FORMAT = "ds_ckpt links 3"
 _PINGS = 60
 _START_S, _PAIR_S = 120.0, 30.0
 _FIRST_BYTES, _MESSAGE_BYTES = 1 << 20, 1 << 24
@@ -43,21 +42,18 @@ _FIRST_BYTES, _MESSAGE_BYTES = 1 << 20, 1 << 24
 
 @dataclass(frozen=True)
 class Pair:
-    """Link between two nodes. Rates are of payload; `both` is each way while both nodes send."""
+    """Link between two nodes; payload each way while both nodes send."""
 
     first: str
     second: str
     latency_s: float
-    forward_bytes_per_s: float
-    backward_bytes_per_s: float
-    both_bytes_per_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
 class Links:
     """Links between all pairs of nodes."""
 
-    hosts: tuple[str, ...]
     pairs: tuple[Pair, ...]
 
     def save(self, path: Path) -> None:
@@ -77,7 +73,7 @@ class Links:
 
 
 def measure(heartbeat: Heartbeat, seconds: float, device: str) -> Links:
-    """Measure every pair of nodes, `seconds` or more per rate; collective."""
+    """Measure every pair of nodes, `seconds` or more each; collective."""
     everyone = gather_objects((socket.gethostname(), os.environ.get("LOCAL_RANK", "0")))
     leaders = [rank for rank, (_, local) in enumerate(everyone) if local == "0"]
     pairs = []
@@ -88,12 +84,10 @@ def measure(heartbeat: Heartbeat, seconds: float, device: str) -> Links:
         if dist.get_rank() in (first, second):
             leads = dist.get_rank() == first
             end = _End(second if leads else first, device)
-            ways = ((leads, not leads), (not leads, leads), (True, True))
-            rates = [end.rate(sends, receives, seconds) for sends, receives in ways]
-            found = [Pair(*names, end.latency(leads), *rates)]
+            found = [Pair(*names, end.latency(leads), end.rate(seconds))]
         dist.broadcast_object_list(found, src=first)
         pairs.append(found[0])
-    return Links(tuple(everyone[rank][0] for rank in leaders), tuple(pairs))
+    return Links(tuple(pairs))
 
 
 class _End:
@@ -109,19 +103,19 @@ class _End:
         for _ in range(_PINGS):
             start_s = time.perf_counter()
             for sends in (leads, not leads):
-                self._pass(8, sends, not sends)
+                self._pass(8, sends=sends, receives=not sends)
             times_s.append((time.perf_counter() - start_s) / 2)
         return statistics.median(times_s[_PINGS // 4 :])
 
-    def rate(self, sends: bool, receives: bool, seconds: float) -> float:
-        """Return bytes/s of a transfer that takes `seconds` or more, equal at both ends."""
+    def rate(self, seconds: float) -> float:
+        """Return bytes/s each way of a transfer of `seconds` or more, equal at both ends."""
         total = _FIRST_BYTES
         while True:
             size = min(total, _MESSAGE_BYTES)
-            self._pass(8, True, True)
+            self._pass(8)
             start_s = time.perf_counter()
             for _ in range(total // size):
-                self._pass(size, sends, receives)
+                self._pass(size)
             took_s = self._longer(time.perf_counter() - start_s)
             if took_s >= seconds:
                 return total / took_s
@@ -130,10 +124,10 @@ class _End:
     def _longer(self, took_s: float) -> float:
         """Return the longer time of both ends."""
         self._out[:8].view(torch.float64).fill_(took_s)
-        self._pass(8, True, True)
+        self._pass(8)
         return max(took_s, float(self._in[:8].view(torch.float64)))
 
-    def _pass(self, size: int, sends: bool, receives: bool) -> None:
+    def _pass(self, size: int, *, sends: bool = True, receives: bool = True) -> None:
         """Exchange messages and wait for them."""
         out, into = self._out[:size], self._in[:size]
         # the receive first: gloo would else send in one direction at a time
@@ -151,7 +145,7 @@ def probe(
     seconds: float = 1.0,
     on_event: Callable[[dict[str, Any]], object] = lambda event: None,
 ) -> Links:
-    """Measure the links between two nodes or more, `seconds` or longer per rate.
+    """Measure the links between two nodes or more, `seconds` or longer each.
 
     `on_event` receives `words` before each pair. Raises UnsupportedError, and as `launch`.
     """
@@ -160,7 +154,7 @@ def probe(
         problem = Problem("hosts", str(count), "a link has two ends", "name two nodes or more")
         raise UnsupportedError(problem, headline="there is no link to probe")
     check_hosts(hosts)
-    limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 12 * seconds)
+    limit_s = _START_S + count * (count - 1) // 2 * (_PAIR_S + 4 * seconds)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_probe_") as temporary:
         folder = Path(temporary)
         job = {"seconds": seconds}
