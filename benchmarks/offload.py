@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _timing import interleaved_s
+from _timing import Work, interleaved_s
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
@@ -141,7 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = {name: make(kind, options) for name, kind in ROWS.items()}
     with _unpinned():
-        steps = {name: row.step for name, row in rows.items()}
+        steps: dict[str, Work] = {name: row.step for name, row in rows.items()}
         taken_s = interleaved_s(steps, options.repeats, time.process_time)
         taken_ms = {name: [1e3 * step_s for step_s in times] for name, times in taken_s.items()}
         gradients = {n: [p.grad for p in r.model.parameters()] for n, r in rows.items()}
