@@ -101,7 +101,7 @@ class Feedback:
         """Return whether gradients on an accelerator are added into the residuals themselves."""
         return self.accumulates and self.dtype == "fp32" and not self.on_host
 
-    def holds(self, name: str) -> bool:
+    def has_residual(self, name: str) -> bool:
         """Return whether a residual exists for `name`, from earlier steps or from this one."""
         residual = self._residuals.get(name)
         if residual is None or not self.accumulates:

@@ -87,7 +87,7 @@ def _problem(
 def _unknown_key(key: str, value: object, model: type[Section], path: str) -> Problem:
     place, why = join(path, key), f"{show(key)} is not a key of {path}"
     keys = list(model.model_fields)
-    if meant := nearest(key, keys):
-        why += f'; did you mean "{meant}"?'
-        return Problem(place, show(value), why, f"write it as {path}.{meant}")
+    if close := nearest(key, keys):
+        why += f'; did you mean "{close}"?'
+        return Problem(place, show(value), why, f"write it as {path}.{close}")
     return Problem(place, show(value), why, f"remove it; the keys here are {', '.join(keys)}")

@@ -35,8 +35,8 @@ def with_compat_keys(plugin: PluginConfig, theirs: Mapping[str, Any]) -> PluginC
         if value is None or _OFF(value):
             continue
         if name not in fields:
-            meant = nearest(name, fields)
-            why = "DeepSpeed has no such key" + (f'; did you mean "{meant}"?' if meant else "")
+            close = nearest(name, fields)
+            why = "DeepSpeed has no such key" + (f'; did you mean "{close}"?' if close else "")
         elif key is None:
             why = str(fields[name].description).removeprefix("No effect: ")
         elif not _ON(value):

@@ -60,12 +60,14 @@ class Gradients:
         others = _shapes(engine, [(n, p) for n, p in trained(engine) if n not in names])
         self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, others)
         managed = getattr(engine._config, "managed_gradient_accumulation", True)
-        self._exchanges_once = managed and settings.holds_back(engine.gradient_accumulation_steps())
+        self._exchanges_once = managed and settings.defers_exchange(
+            engine.gradient_accumulation_steps()
+        )
         dense = {BY_DEEPSPEED} if self._exchanges_once else {BY_DEEPSPEED, UNCOMPRESSED}
         kept = (t for t in self.assignment.tensors if t.how not in dense)
         entries = sum(math.prod(t.shape) for t in kept) // groups.local
-        rank, holds = dist.get_rank(group), self._exchanges_once
-        self.feedback = settings.residuals(rank, holds=holds, entries=entries)
+        rank, defers = dist.get_rank(group), self._exchanges_once
+        self.feedback = settings.residuals(rank, defers=defers, entries=entries)
         inside = groups.inside
         tuner, device = None, torch.empty(0, device=engine.device).device  # with its index
         if settings.autotune and not settings.lossless:

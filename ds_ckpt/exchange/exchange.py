@@ -273,7 +273,7 @@ class AllToAllExchange:
             one, views of the gradients themselves.
         """
         choose = self._choose if choose is None else choose
-        if self.world == 1 and not any(map(self.feedback.holds, names)):
+        if self.world == 1 and not any(map(self.feedback.has_residual, names)):
             return [tensor.reshape(-1) for tensor in tensors]
         shards = self._exchange(self._items(names, tensors, choose), loss_scale)
         if not self.feedback.enabled or self.world == 1:  # what was not sent is dropped
@@ -283,7 +283,7 @@ class AllToAllExchange:
 
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
         compressor = choose(name, tensor.shape)
-        if compressor is None and (self._accumulates or self.feedback.holds(name)):
+        if compressor is None and (self._accumulates or self.feedback.has_residual(name)):
             # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. With
             # accumulation rounding stays as residual, but fp16 would lose small values.
             exact = not self._accumulates or tensor.dtype == torch.float16

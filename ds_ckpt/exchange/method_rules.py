@@ -185,7 +185,7 @@ class ExchangeSettings:
         """Return whether everything is sent, without residuals."""
         return all(s.kind.lossless for s in (self.default, *(r.settings for r in self.rules)))
 
-    def holds_back(self, accumulation: int) -> bool:
+    def defers_exchange(self, accumulation: int) -> bool:
         """Return whether gradients are exchanged once per step of so many micro-steps.
 
         Earlier micro-steps are added to the residuals. Without residuals: only on request.
@@ -209,19 +209,19 @@ class ExchangeSettings:
 
         return in_few_bits
 
-    def residuals(self, dp_rank: int, *, holds: bool = False, entries: int = 0) -> Feedback | None:
+    def residuals(self, dp_rank: int, *, defers: bool = False, entries: int = 0) -> Feedback | None:
         """Return empty residuals of one rank; None if nothing is left out or accumulated.
 
         `entries` is about how many a rank will have, the same on every rank.
         """
-        if self.lossless and not holds:
+        if self.lossless and not defers:
             return None
         dtype: ResidualDtype = "int8" if entries >= MANY_ENTRIES else "fp32"
         if self.residual_dtype != "auto":
             dtype = self.residual_dtype
         return Feedback(
             enabled=self.error_feedback and not self.lossless,
-            accumulates=holds,
+            accumulates=defers,
             dtype=dtype,
             device=self.residual_device,
             seed=dp_rank,

@@ -227,6 +227,7 @@ def run(kind, sections, steps, *, slots=None, skewed=False, save="", **options) 
                 "moved": session.offload.out.total() if session and session.offload else 0,
                 "kept": dict(session.partition.kept_bytes) if session and session.partition else {},
                 "skipped": int(engine.skipped_steps),
+                "norm": float(engine.get_global_grad_norm()),
             }
     finally:
         tuning.COUNTED_STEPS = before
@@ -344,6 +345,7 @@ def test_dense_is_deepspeed_to_the_bit(world4: Any, kind: str) -> None:
             assert got["kept"]
         assert got["skipped"] == 0
         assert got["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert got["norm"] == pytest.approx(expected["norm"], rel=1e-5)
 
 
 def test_replicas_stay_equal_where_ranks_disagree_on_times(world4: Any) -> None:

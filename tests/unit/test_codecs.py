@@ -3,8 +3,10 @@
 Worlds of them: `test_exchange.py`.
 """
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from ds_ckpt.compression import (
     entropy_coded,
     quantize,
     topk,
+    wire,
 )
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 
@@ -59,6 +62,24 @@ codecs: st.SearchStrategy[Codec] = st.one_of(
     st.builds(EntropyCoded, bits=st.sampled_from([0.05, 0.33, 0.7, 1.0, 2.0])),
 )
 seeds = st.integers(0, 2**31)
+
+
+FORMATS = (TopK(density=0.1, values="int8"), Dense(torch.bfloat16), Quantize(bits=3))
+
+
+@pytest.mark.parametrize(
+    "codec", [*FORMATS, EntropyCoded(bits=1.0)], ids=lambda codec: codec.describe()
+)
+def test_a_payload_of_this_version_is_decoded(codec: Any) -> None:
+    """A format that reads them otherwise needs another version."""
+    file = Path(__file__).parent / "golden" / f"payloads_{wire.VERSION}.json"
+    kept = json.loads(file.read_text())[codec.describe()]
+    payload, into = (
+        torch.tensor([[*bytes.fromhex(kept["payload"])]], dtype=torch.uint8),
+        torch.zeros(64),
+    )
+    codec.unpack_add_rows(payload, into)
+    torch.testing.assert_close(into, torch.tensor(kept["values"]))
 
 
 def gradient(kind: str, numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -207,8 +207,8 @@ def test_micro_steps_wait_if_there_are_residuals(section, has_residuals) -> None
     expected = {"auto": has_residuals, "micro_step": False, "accumulation_boundary": True}
     for when, waits in expected.items():
         found = exchange_settings(compression(**section, exchange={"when": when}))
-        assert found.holds_back(8) == waits
-        assert not found.holds_back(1)
+        assert found.defers_exchange(8) == waits
+        assert not found.defers_exchange(1)
 
 
 OLD = [

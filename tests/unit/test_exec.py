@@ -195,7 +195,11 @@ def test_auto_is_a_section_without_what_deepspeeds_settings_rule_out(tmp_path: P
 
 EVERY_AUTO = {
     "activation": {"policy": "auto"},
-    "compression": {"method": "dense", "exchange": {"when": "auto", "levels": "auto"}},
+    "compression": {
+        "method": "quantize",
+        "error_feedback": {"dtype": "auto"},
+        "exchange": {"when": "auto", "levels": "auto"},
+    },
     "weights": {"resident": "auto", "deltas": "auto"},
 }
 

@@ -43,7 +43,7 @@ def test_state_is_that_of_committed_steps_and_does_not_alias() -> None:
     assert feedback.state_dict() == {}
     feedback.accumulate("w", torch.ones(3), 1)
     assert feedback.state_dict() == {}
-    assert feedback.holds("w")
+    assert feedback.has_residual("w")
     feedback.commit()
     saved = feedback.state_dict()
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_loading_replaces_everything_and_does_not_alias() -> None:
     before = bits(source)
     feedback.load_stored(source, 0)
     assert bits(feedback.stored()) == before
-    assert not feedback.holds("old")
+    assert not feedback.has_residual("old")
     feedback.accumulate("w", torch.ones(3), 1)
     feedback.commit()
     assert bits(source) == before
@@ -93,7 +93,7 @@ def test_a_fully_delivered_residual_is_freed() -> None:
         feedback.accumulate("w", torch.ones(4), 1).zero_()
         feedback.clear("w")
         end()
-        assert feedback.holds("w") is is_held
+        assert feedback.has_residual("w") is is_held
         assert not is_held or feedback.state_dict()["w"].tolist() == [1.0] * 4
 
 

@@ -74,8 +74,8 @@ def test_two_blocks_multiplied_are_the_model(monkeypatch: pytest.MonkeyPatch) ->
     assert demo().parameters.largest_block == whole.parameters.largest_block
     assert demo().work == pytest.approx(whole.work)
     few, all_ = demo().planner(2, RATES), whole.planner(2, RATES)
-    assert few.words == all_.words
-    for word in few.words:
+    assert few.way_names == all_.way_names
+    for word in few.way_names:
         one, other = few.all_alike(word, ACTIVATIONS), all_.all_alike(word, ACTIVATIONS)
         assert (one.held_bytes, one.needed_bytes) == (other.held_bytes, other.needed_bytes)
         assert one.recompute_flops == other.recompute_flops

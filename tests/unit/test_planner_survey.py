@@ -108,7 +108,7 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
     model, x = EndsInReLU(), torch.randn(512, 64)
     found = survey(model, (x,), {}, modules=("layers.*",))
     planner = Planner(found, RATES, x.numel())
-    for word in planner.words:
+    for word in planner.way_names:
         plan = planner.all_alike(word, Allowance(GIB, "activations"))
         if word == "offload":  # what blocks share is counted as if it stayed, and leaves
             continue

@@ -234,7 +234,7 @@ class Planner:
         self.saved_bytes = found.saved_bytes + more
 
     @property
-    def words(self) -> list[str]:
+    def way_names(self) -> list[str]:
         """Name the ways that every block can have."""
         each = [[way.word for way in ways] for ways in self._candidates]
         return [word for word in each[0] if all(word in words for words in each)] if each else []

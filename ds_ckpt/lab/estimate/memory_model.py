@@ -271,13 +271,13 @@ def exchange_memory(
     bucket: int,
 ) -> ExchangeMemory:
     """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
-    holds = settings.holds_back(accumulation)
+    defers = settings.defers_exchange(accumulation)
     local, nodes = dividing_ranks(settings, world, hosts), hosts or world
-    kept = [math.prod(t.shape) for t in assignment.tensors if holds or t.how != UNCOMPRESSED]
+    kept = [math.prod(t.shape) for t in assignment.tensors if defers or t.how != UNCOMPRESSED]
     elements = sum(kept)
     if local > 1:
         elements = sum(math.ceil(n / world) * (world // local) for n in kept)
-    feedback = settings.residuals(0, holds=holds, entries=sum(kept) // local)
+    feedback = settings.residuals(0, defers=defers, entries=sum(kept) // local)
     groups = [(nodes, 1), (1, local)] if local > 1 else [(nodes, world // nodes)]
     buffers = assignment.buffer_bytes(
         *(bucket, world // local, local),

@@ -161,7 +161,7 @@ def gradients(
         encode_s=share * moved[0] + accumulate_s + to_host_s,
         decode_s=share * moved[1],
         hold_s=accumulate_s + to_host_s,
-        once=settings.holds_back(accumulation),
+        once=settings.defers_exchange(accumulation),
     )
 
 

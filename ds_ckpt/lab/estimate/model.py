@@ -136,7 +136,7 @@ class Model:
     def _temporary_bytes(self) -> int:
         made, found = self._surveyed(1)
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
-        recomputed = planner.words[min(1, len(planner.words) - 1)]
+        recomputed = planner.way_names[min(1, len(planner.way_names) - 1)]
         alone = planner.all_alike(recomputed, ACTIVATIONS)
         args, kwargs = arguments_of(made.known_batch())
         with made.entered():

@@ -294,7 +294,7 @@ class Search:
             yield first
             if not first.plan.recompute_s:
                 return
-        has_block = "block" in self._planner(1).words  # a larger one may not be surveyed
+        has_block = "block" in self._planner(1).way_names  # a larger one may not be surveyed
         other = self.mixture(replace(of, offload=True))
         if other is not None and not other.fits and has_block:
             other = self.uniform(replace(of, offload=True), "block")

@@ -88,8 +88,8 @@ class VirtualWorkers:
         self._settings, self._bucket = settings, list(names)
         self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
         transports = self._virtual.transports
-        holds = settings.holds_back(accumulation)
-        self.feedbacks = [settings.residuals(t.dp_rank, holds=holds) for t in transports]
+        defers = settings.defers_exchange(accumulation)
+        self.feedbacks = [settings.residuals(t.dp_rank, defers=defers) for t in transports]
         self.states = [
             make_step_state(
                 settings,
@@ -97,7 +97,7 @@ class VirtualWorkers:
                 transport,
                 feedback,
                 current_step=lambda: self.step,
-                at_boundary=(lambda: self.at_boundary) if holds else None,
+                at_boundary=(lambda: self.at_boundary) if defers else None,
                 embeddings=embeddings,
             )
             for transport, feedback in zip(transports, self.feedbacks, strict=True)
