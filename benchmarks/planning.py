@@ -56,7 +56,9 @@ def main() -> None:
     none = simulate(model, (), batch, [])
     print(f"Llama, {options.layers} layers, {SIZES}, {options.tokens} tokens, bf16")
     print(f"rates: {options.flops_per_byte:g} FLOP for a byte")
-    print(f"measuring the model: {measured_s:.2f} s; without recompute {none.held_bytes / GIB:.2f}")
+    print(
+        f"measuring the model: {measured_s:.2f} s; without recompute {none.saved.bytes / GIB:.2f}"
+    )
     print(
         "\n| budget | held, GiB: planned | measured | needed at most | FLOPs | planning, s "
         "| treatments |\n|---|---|---|---|---|---|---|"
@@ -72,7 +74,7 @@ def main() -> None:
         real = simulate(model, (), batch, plan.units(model))
         words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
         print(
-            f"| {budget:g} | {plan.held_bytes / GIB:.3f} | {real.held_bytes / GIB:.3f} "
+            f"| {budget:g} | {plan.held_bytes / GIB:.3f} | {real.saved.bytes / GIB:.3f} "
             f"| {plan.needed_bytes / GIB:.3f} | {real.total().flops / none.total().flops:.3f} "
             f"| {planned_s:.2f} | {words} |"
         )

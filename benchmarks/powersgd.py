@@ -88,7 +88,7 @@ class Ours:
         self._shapes, self._feedback = shapes, Feedback()
         self._sum = FactorSum(TorchTransport(None, wire.all_to_all, wire.all_reduce))
         self._low = [
-            len(shape) > 1 and powersgd.worthwhile(*powersgd.matrix_shape(shape), rank)
+            len(shape) > 1 and powersgd.LowRank(rank).applicable(shape) is not None
             for shape in shapes
         ]
         sizes = [powersgd.matrix_shape(s) for s, low in zip(shapes, self._low, strict=True) if low]

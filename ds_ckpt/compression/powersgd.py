@@ -82,8 +82,13 @@ class LowRank(Compressor):
         return f"PowerSGD rank {self.rank}"
 
     def applicable(self, shape: torch.Size, local: int = 1) -> Compressor | None:
-        """Return None if the factors are no smaller than the matrix."""
-        return self if worthwhile(*matrix_shape(shape), self.rank, local) else None
+        """Return this if both factors in fp32 are fewer bytes than a 16-bit reduce-scatter.
+
+        On a ring an all-reduce sends each byte twice, a reduce-scatter once. `local` parts of the
+        rows have a right factor each. Implies that the rank is less than rows and columns.
+        """
+        rows, columns = matrix_shape(shape)
+        return self if 4 * self.rank * (rows + local * columns) < rows * columns else None
 
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the bytes sent; each of the `local` ranks has its own right factor."""
@@ -110,15 +115,6 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
         return 1, shape.numel()
     splits = ((math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape)))
     return min(splits, key=lambda split: split[0] + split[1])
-
-
-def worthwhile(rows: int, columns: int, rank: int, local: int = 1) -> bool:
-    """Return whether both factors in fp32 are fewer bytes than a 16-bit reduce-scatter.
-
-    On a ring an all-reduce sends each byte twice, a reduce-scatter once. `local` parts of the rows
-    have a right factor each. Implies that `rank` is less than rows and columns.
-    """
-    return rank >= 1 and 4 * rank * (rows + local * columns) < rows * columns
 
 
 def initial_factor(name: str, columns: int, rank: int, device: torch.device | str) -> Tensor:

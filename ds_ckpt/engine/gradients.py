@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -164,7 +165,8 @@ class Gradients:
         """Return clauses for the line at the start."""
         assignment, feedback = self.assignment, self.feedback
         where = "between nodes" if self.groups.levels == 2 else "between ranks"
-        how = ", ".join(f"{c} on {n}" for c, (n, _, _) in assignment.by_compressor().items())
+        counts = Counter(t.how for t in assignment.tensors)
+        how = ", ".join(f"{compressor} on {n}" for compressor, n in counts.items())
         facts = [f"{how} tensors: {assignment.share:.2%} of uncompressed gradient bytes {where}"]
         if not self._settings.lossless and assignment.share >= 1:
             facts.append("nothing is saved: these settings leave all tensors uncompressed")

@@ -94,14 +94,6 @@ class Assignment:
         own = 8 * sum(numels) / (local * world)
         return int(share * (inside + 2 * self.sent_bytes / local + working + own))
 
-    def by_compressor(self) -> dict[str, tuple[int, int, int]]:
-        """Return number of tensors, dense bytes and sent bytes by compressor."""
-        sums: dict[str, tuple[int, int, int]] = {}
-        for t in self.tensors:
-            n, dense, sent = sums.get(t.how, (0, 0, 0))
-            sums[t.how] = n + 1, dense + t.dense_bytes, sent + t.sent_bytes
-        return sums
-
     def records(self) -> list[dict[str, Any]]:
         """Return one JSON-able record a tensor."""
         return [dict(vars(t)) for t in self.tensors]

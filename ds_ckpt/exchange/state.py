@@ -134,11 +134,6 @@ class ResidualFiles:
     file's name, "" for all of it.
     """
 
-    what = "residuals"
-    not_converted: str | None = (
-        "ds_ckpt: the universal checkpoint %s holds no residuals; they start at 0"
-    )
-
     def __init__(
         self,
         feedback: Feedback | None,
@@ -159,11 +154,6 @@ class ResidualFiles:
         self._world = world
         self._peers = [] if list(peers) == [tuple(range(world))] else list(peers)
         self._step = step
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether this run has residuals."""
-        return self._feedback is not None
 
     def _members(self, rank: int) -> tuple[int, ...] | None:
         return next((members for members in self._peers if rank in members), None)
@@ -197,7 +187,7 @@ class ResidualFiles:
         metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
         write(folder / _name(self._slice, **place), tensors, metadata)
 
-    def read(self, folder: Path) -> Contents | None:
+    def read(self, folder: Path, *, is_universal: bool = False) -> Contents | None:
         """Return this rank's part of a checkpoint; None if it has no residuals.
 
         Each file is checked in full by a rank that takes residuals from it. Raises StateError,
@@ -209,7 +199,8 @@ class ResidualFiles:
             self._warn_without(folder, found)
             return None
         if not found:
-            log.info("ds_ckpt: %s holds no residuals (plain DeepSpeed?); they start at 0", folder)
+            level = logging.WARNING if is_universal else logging.INFO
+            log.log(level, "ds_ckpt: %s holds no residuals; they start at 0", folder)
             return None
         slices = {_place(path)[0] for path in found}
         counts = {name[-4:] for name in slices}  # "of02"

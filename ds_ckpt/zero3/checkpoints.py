@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,23 +21,9 @@ from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
-log = logging.getLogger("ds_ckpt")
-
 
 class StateFiles(Protocol):
-    """State that is saved beside DeepSpeed's files, in the folder of a tag.
-
-    Attributes:
-        what: Name of the state, for messages.
-        not_converted: Warning for a universal checkpoint without it; None for no warning.
-    """
-
-    what: str
-    not_converted: str | None
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether this run has state."""
+    """State that is saved beside DeepSpeed's files, in the folder of a tag."""
 
     def clear(self, folder: Path) -> None:
         """Remove the files of an earlier save under this tag; on one rank, before all `save`."""
@@ -46,7 +31,7 @@ class StateFiles(Protocol):
     def save(self, folder: Path) -> None:
         """Write this rank's part."""
 
-    def read(self, folder: Path) -> Any:
+    def read(self, folder: Path, *, is_universal: bool) -> Any:
         """Read and check this rank's part without applying it."""
 
     def restore(self, state: Any) -> None:
@@ -93,15 +78,9 @@ def wrap_checkpoints(
 
         run_on_all_or_raise(begin, what="clear the checkpoint's folder")
         result = save(*bound.args, **bound.kwargs)
-        run_on_all_or_raise(lambda: files.save(folder), what=f"save its {files.what}")
+        run_on_all_or_raise(lambda: files.save(folder), what="save its residuals")
         run_on_all_or_raise(end, what="name the checkpoint in `latest`")
         return result
-
-    def read(folder: Path, *, is_universal: bool) -> Any:
-        state = files.read(folder)
-        if is_universal and files.keeps and state is None and files.not_converted:
-            log.warning(files.not_converted, folder)
-        return state
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +96,11 @@ def wrap_checkpoints(
             tag, latest = given["tag"], folder / f"latest{'_universal' * is_universal}"
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
-            return None if tag is None else read(folder / str(tag), is_universal=is_universal)
+            if tag is None:
+                return None
+            return files.read(folder / str(tag), is_universal=is_universal)
 
-        state = run_on_all_or_raise(read_if_loaded, what=f"read its {files.what}")
+        state = run_on_all_or_raise(read_if_loaded, what="read its residuals")
         with loading():
             result = load(*args, **kwargs)
             if result[0] is not None:

@@ -78,7 +78,7 @@ def test_two_blocks_multiplied_are_the_model(monkeypatch: pytest.MonkeyPatch) ->
     for word in few.way_names:
         one, other = few.all_alike(word, ACTIVATIONS), all_.all_alike(word, ACTIVATIONS)
         assert (one.held_bytes, one.needed_bytes) == (other.held_bytes, other.needed_bytes)
-        assert one.recompute_flops == other.recompute_flops
+        assert one.recompute_s == other.recompute_s
         assert one.none_bytes == other.none_bytes
 
 
@@ -237,7 +237,7 @@ def test_less_memory_recomputes_more_and_none_is_refused() -> None:
     at = Setting(128, 1, BUDGET, False, ZERO3, search.methods[0])
     most = search.mixture(at)
     assert most is not None
-    assert not most.plan.recompute_flops
+    assert not most.plan.recompute_s
     room = most.needed_bytes - most.plan.needed_bytes // 2
     device = search.question.cluster.device["memory_bytes"]
     less = ask(sequences=512, memory=room / 0.9 / device).mixture(at)

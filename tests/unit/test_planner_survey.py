@@ -62,8 +62,8 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     assert found.saved_bytes == _measured(model, data, [])
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
     none = simulate(model, (), data, [])
-    assert none.held_bytes == found.saved_bytes
-    assert none.total("forward").flops == sum(o.flops for o in found.operators) > 0
+    assert none.saved.bytes == found.saved_bytes
+    assert none.work["forward"].flops == sum(o.flops for o in found.operators) > 0
     assert len(ways[0]) >= 3
     for word in (c.word for c in ways[0]):
         chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
@@ -113,7 +113,7 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
         if word == "offload":  # what blocks share is counted as if it stayed, and leaves
             continue
         measured = simulate(model, (x,), {}, plan.units(model))
-        assert plan.held_bytes == measured.held_bytes, word
+        assert plan.held_bytes == measured.saved.bytes, word
         assert plan.needed_bytes >= plan.held_bytes, word
 
 
@@ -176,14 +176,16 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert plan.recompute_s <= before
         before = plan.recompute_s
         step = simulate(model, (), data, plan.units(model))
-        assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.held_bytes
+        assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.saved.bytes
         recomputed = [b for b in plan.blocks if b.save_ops is not None]
         if offload and recomputed:
             assert recomputed[-1].offloaded_bytes == 0  # the last input stays
             assert all(b.offloaded_bytes > 0 for b in recomputed[:-1])
         whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
         assert len(whole) <= 1
-        assert step.total().flops == none.total().flops + plan.recompute_flops
+        assert step.total().flops == none.total().flops + sum(
+            b.recompute_flops for b in plan.blocks
+        )
     assert before == 0.0
 
 
@@ -234,7 +236,7 @@ def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
     shared = found.bytes_of(planner._shared)
     offloaded = sum(b.offloaded_bytes for b in plan.blocks)
     assert offloaded <= step.offloaded_bytes <= offloaded + shared
-    assert step.held_bytes == plan.held_bytes
+    assert step.saved.bytes == plan.held_bytes
 
 
 def test_the_error_names_what_would_fit() -> None:

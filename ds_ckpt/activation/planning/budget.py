@@ -141,11 +141,6 @@ class ActivationPlan:
     planning_s: float = 0.0
 
     @property
-    def recompute_flops(self) -> int:
-        """Add up the blocks."""
-        return sum(b.recompute_flops for b in self.blocks)
-
-    @property
     def recompute_s(self) -> float:
         """Add up the blocks."""
         return sum(b.recompute_s for b in self.blocks)
@@ -267,7 +262,7 @@ class Planner:
         Offload keeps tensors of several blocks on the device, see `_room`. Each of their possible
         sizes is solved by itself, with the options that move no more.
         """
-        options, found = self._surveyed_options(allowance), []
+        options, found = self._options(allowance), []
         for stays in sorted({option.moved for block in options for option in block}):
             allowed = [
                 [i for i, o in enumerate(block) if o.moved <= stays and o.cost < math.inf]
@@ -304,11 +299,7 @@ class Planner:
         return Room(allowance.budget_bytes, head, found.tail_bytes)
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
-        """Return the options of every block, by number of its candidate."""
-        options = self._surveyed_options(allowance)
-        return [options[number] for number in self._blocks]
-
-    def _surveyed_options(self, allowance: Allowance) -> list[list[Option]]:
+        """Return the options of every surveyed block, by number of its candidate."""
         key = _kind(allowance)
         if key not in self._known_options:
             self._known_options[key] = [
@@ -335,7 +326,8 @@ class Planner:
         return self._found.bytes_of(frozenset(storages) - self._shared - self._found.outside)
 
     def _written(self, allowance: Allowance, choice: Sequence[int]) -> ActivationPlan:
-        found, options = self._found, self._options(allowance)
+        found, surveyed = self._found, self._options(allowance)
+        options = [surveyed[number] for number in self._blocks]
         ways = [ways[i] for ways, i in zip(self._candidates, choice, strict=True)]
         chosen = [block[i] for block, i in zip(options, choice, strict=True)]
         last = max((i for i, option in enumerate(chosen) if option.moved), default=-1)

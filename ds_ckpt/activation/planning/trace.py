@@ -128,16 +128,11 @@ class Survey:
 
     def forward_s(self, rates: Rates) -> list[float]:
         """Return seconds by block; the last entry is what runs outside of blocks."""
-        every = sum(rates.seconds(o.flops, o.moved_bytes) for o in self.operators)
+        every = [rates.seconds(o.flops, o.moved_bytes) for o in self.operators]
         inside = [
-            sum(
-                rates.seconds(o.flops, o.moved_bytes)
-                for call in block.calls
-                for o in self.operators[slice(*call.operators)]
-            )
-            for block in self.blocks
+            sum(sum(every[slice(*call.operators)]) for call in block.calls) for block in self.blocks
         ]
-        return [*inside, max(0.0, every - sum(inside))]
+        return [*inside, max(0.0, sum(every) - sum(inside))]
 
     def _storage(self, tensor: Tensor) -> Storage:
         number = self._tracker.storages.number(tensor)
@@ -346,15 +341,9 @@ class StepTrace(MemoryTracker):
         if storage is not None:
             self._saved_at.setdefault(storage, self.where.place)
 
-    def total(self, *phases: Phase) -> Work:
-        """Add up the operators of some phases; without any, of the whole step."""
-        found = (w for phase, w in self.work.items() if not phases or phase in phases)
-        return sum(found, Work())
-
-    @property
-    def held_bytes(self) -> int:
-        """Saved activations, as `SavedActivations` counts them."""
-        return self.saved.bytes
+    def total(self) -> Work:
+        """Add up the operators of the step."""
+        return sum(self.work.values(), Work())
 
     def held_by(self) -> Counter[tuple[str, str]]:
         """Saved activations by block and part; a storage counts where it was saved first."""

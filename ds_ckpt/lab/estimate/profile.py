@@ -213,12 +213,12 @@ def footprints(
             section=section,
             batch=count,
             tokens=tokens_of(batch),
-            held_bytes=trace.held_bytes,
+            held_bytes=trace.saved.bytes,
             blocks={n: {p: held[n, p] for p in PARTS} for n in names},
             peak_bytes=trace.peak_bytes,
-            forward=trace.total("forward"),
-            recompute=trace.total("recompute"),
-            backward=trace.total("backward"),
+            forward=trace.work["forward"],
+            recompute=trace.work["recompute"],
+            backward=trace.work["backward"],
             host_bytes=trace.offloaded_bytes,
         )
         found.append(footprint)
