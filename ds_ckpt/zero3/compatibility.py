@@ -18,10 +18,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as torch_dist
+from pydantic import TypeAdapter
 
 from ds_ckpt.errors import ContractError, Problem, UnsupportedError
 from ds_ckpt.patch import Patches
@@ -83,103 +85,10 @@ class SymbolFinding:
     remedy: str
 
 
-_ZERO = "deepspeed.runtime.zero"
-_OWNERS = {
-    "stage3": f"{_ZERO}.stage3:",
-    "optimizer": f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3",
-    "coordinator": f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator",
-    "offload": f"{_ZERO}.parameter_offload:",
-    "gather": f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload",
-    "init": f"{_ZERO}.partition_parameters:Init",
-    "parameters": f"{_ZERO}.partition_parameters:",
-}
-_TABLE = """
-stage3.reduce_scatter_coalesced(tensors, group=) 9d5640ce6bbf7735
-    replace ZeRO-3's reduction of one bucket
-optimizer.__avg_scatter_grads(self, params_to_reduce, communication_data_type) 6d7ab9a58cde25c1
-        0cd64aeceeb0ebe4 92d6c21c8ea8e418 3c0e133632c54080
-    read which parameters a bucket holds
-optimizer.__reduce_and_partition_ipg_grads(self, communication_data_type) 5d47d8ed38baf4d6
-        1ae5de345f96baa6
-    see every bucket
-optimizer.partition_grads(self, params_to_release, grad_partitions) 54f137d03e064398
-        4f32d56080536683 23ab6359495c64bb
-    return partitions as it takes them: unpadded and in order
-optimizer.step(self, closure=) d4ab1c29bbf0f5c0 ac17bd2647b24824
-    roll back before the weights change if the step overflowed
-optimizer._optimizer_step(self, sub_group_id) 305a73faf822940e 93ff06ad36d4333e
-    apply the momentum correction to each sub-group
-optimizer._loss_scale_update_and_overflow_cleanup(self) since 0.19.8 84ba975ed418807e
-    read whether the step is skipped
-optimizer._overflow_check_and_loss_scale_update(self) until 0.19.7 1520527001be9a03
-    read whether the step is skipped
-optimizer.backward_epilogue(self) 39621f816a2c8a87 ce90764673eb98bf
-    release weights that backward did not use
-optimizer._get_param_partition_group(self, param) since 0.19.3 e8162d67d6a4a2e3
-    find the group that a parameter is sharded over
-coordinator.release_sub_module(self, submodule, forward=) 66d6c876d080eaa6 05539cae61f4a4ce
-    keep gathered weights from recomputation until backward has used them
-coordinator.fetch_sub_module(self, current_submodule, forward) 9c7f5d85beb35484
-        5d64b856d87f4e6b e360b7fcd9d4550b ba4edce8d2719547
-    see when weights are gathered
-coordinator.__all_gather_params_(self, params, forward, quantize=) bd65ca6be1540d54
-    count gathers by purpose
-coordinator.__release_param(self, param, free_data=) a3150d7bdbc133aa d0e5294b716c3de1
-    see which weights are released
-offload.FWD_MODULE_STACK(list)
-    remove entries whose post-forward hook never ran
-gather.get_param_coordinator(self) 2e0cd15719f6f16e
-    reach the coordinator
-optimizer._post_step(self, timer_names) a2ee4f6cbce0b201
-    count the gather of persistent weights
-optimizer.independent_gradient_partition_epilogue(self) 2fa5547257583cb4
-    finish every partition when backward ends
-optimizer.__add_grad_to_ipg_bucket(self, param) ad70f5e056965469 2b2f0b583fdf029b 8870d394e14d3fe3
-    see where gradients are written to the bucket's buffer
-optimizer.clear_backward_seen_flag(self) 26d2fcb4d2547af3
-    drop the step of a backward that did not end
-optimizer.backward_prologue(self) 5d89067f71f31309
-    remove what an interrupted backward has left, before the next backward
-optimizer._pre_step(self) cff910fadf3d7004 37cd6af83a8237d6
-    remove what an interrupted backward has left, before a step, and see that it began
-optimizer.offload_states(self, include=, device=, pin_memory=, non_blocking=) ed2b9add35f91455
-        67d9a066d5a9f437
-    free spare buffers with DeepSpeed's, and move a node's copy of the weights
-optimizer.reload_states(self, non_blocking=) 958b2e653eafc828
-    move a node's copy of the weights back
-optimizer._reassign_or_swap_out_partitioned_parameters(self, sub_group_id) 24396489b6b1bf0e
-    send the changes that the optimizer has made
-optimizer.invalidate_secondary_tensor(self) 4cbffc3a806659ee
-    keep a copy of the weights on every node
-init._partition(self, param_list, force=, has_been_updated=, free_data=) cdab716281105c8f
-        ec6e2eaeb173e690
-    shard a node's copy of the weights over its ranks
-init._partition_param_sec(self, param, buffer=, has_been_updated=) 0d002b8277d890fd
-        300808aa8a7ef4d1 3b312f4c1a975749
-    read which part of the copy a rank keeps
-init._convert_to_deepspeed_param(self, param) 08e0dcc2cd2c8c43
-        eb65eee3f5a43656 2f2816a66e2e7457 2f5e787271b94871 db18411c55ca7e47
-    gather from a node's copy of the weights
-parameters.get_allgather_dtype(param, param_ds_tensor) 52a77402ccc7b984
-    copy weights in the dtype of a gather, on nodes of one rank
-"""
-"""Owner, name, signature and digests (newest first) of each symbol; below, its use."""
-
-
-def _symbol(
-    owner: str, name: str, signature: str, end: str, version: str, digests: str, why: str
-) -> Symbol:
-    module, _, kind = _OWNERS[owner].partition(":")
-    private = f"_{kind}" if name.startswith("__") else ""
-    path = f"{module}:{kind and kind + '.'}{private}{name}"
-    return Symbol(path, signature, tuple(digests.split()), why, **({end: version} if end else {}))
-
-
-_ROW = re.compile(
-    r"^(\w+)\.(\w+)\((.*)\)(?: (since|until) ([\d.]+))?((?:\s+[0-9a-f]{16})*)\n +(.*)$",
-    re.MULTILINE,
+SYMBOLS = TypeAdapter(tuple[Symbol, ...]).validate_json(
+    Path(__file__).with_name("symbols.json").read_bytes()
 )
-SYMBOLS: tuple[Symbol, ...] = tuple(_symbol(*row) for row in _ROW.findall(_TABLE))
+"""All symbols that the hooks use; digests are the newest first."""
 
 
 def _resolve(path: str) -> Any:
@@ -284,14 +193,9 @@ def require_torch(version: str = torch.__version__) -> None:
         raise UnsupportedError(Problem("torch", version, why, remedy))
 
 
-def serves_resident_weights(version: str) -> bool:
-    """Return whether that DeepSpeed supports resident weights."""
-    return _release(version) >= _release(RESIDENT_SINCE)
-
-
 def require_resident_weights(version: str) -> None:
     """Raise `UnsupportedError` for a DeepSpeed without usable secondary partitions."""
-    if not serves_resident_weights(version):
+    if _release(version) < _release(RESIDENT_SINCE):
         where, found = "$.ds_ckpt.weights.resident", f"true with DeepSpeed {version}"
         why = "its secondary partition (hpZ) leaves padding uninitialized, or fails on it"
         install = f"pip install 'deepspeed>={RESIDENT_SINCE},<={LAST}'"

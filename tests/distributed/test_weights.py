@@ -27,7 +27,8 @@ FP32 = {"bf16": {"enabled": False}}
 BLOCK = 1 + COUNTED_STEPS
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.skipif(
-    not compatibility.serves_resident_weights(metadata.version("deepspeed")),
+    compatibility._release(metadata.version("deepspeed"))
+    < compatibility._release(compatibility.RESIDENT_SINCE),
     reason=f"refused before DeepSpeed {compatibility.RESIDENT_SINCE}",
 )
 
