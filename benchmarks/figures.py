@@ -21,7 +21,7 @@ import tomllib
 from ds_ckpt.lab.measure.figures import Estimate
 from ds_ckpt.lab.measure.findings import ComparisonRow
 from ds_ckpt.lab.measure.measure_report import share_chart
-from ds_ckpt.lab.report.charts import Band, Line, Lines, Panel, Rows, save
+from ds_ckpt.lab.report.charts import Band, Line, Lines, Panel, Rows, svg
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -210,6 +210,7 @@ class Boxes:
 ROOMS = {
     "cli": "commands",
     "lab": "measures, estimates, judges",
+    "run": "ways in for scripts, trainers",
     "engine": "the plugin on one engine",
     "config": "the JSON file and its rules",
     "zero3": "hooks; blocks; a bucket's way",
@@ -299,7 +300,7 @@ def main() -> None:
         architecture,
         gradients_way,
     ):
-        save([draw()], FIGURES / f"{draw.__name__}.svg")
+        (FIGURES / f"{draw.__name__}.svg").write_text(svg([draw()]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_ckpt
-from ds_ckpt.lab.report.charts import Line, Lines, Panel, save
+from ds_ckpt.lab.report.charts import Line, Lines, Panel, svg
 from ds_ckpt.telemetry.units import MIB
 
 WIDTH, BLOCKS, ENTRIES = 64, 4, 16
@@ -281,7 +281,7 @@ def main() -> int:
             }
             options.json.write_text(json.dumps(found) + "\n")
         if options.plot:
-            save(panels(every), options.plot)
+            options.plot.write_text(svg(panels(every)), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(grown))

@@ -2,13 +2,11 @@
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.lab.report import charts, document
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
 from ds_ckpt.telemetry import units
@@ -91,15 +89,6 @@ def test_nothing_is_distinguished_by_colour_alone() -> None:
     assert len({charts._fill(place)["hatch"] for place in range(len(bands))}) == len(bands)
     svg = charts.svg([Rows(["row"], "x", bands)])
     assert svg.count("<pattern") == len(bands) - 1  # the last is plain
-
-
-def test_a_chart_is_a_file_of_two_kinds(tmp_path: Path) -> None:
-    charts.save([ROWS], tmp_path / "chart.svg")
-    charts.save([ROWS], tmp_path / "chart.PNG")
-    assert "wide" in (tmp_path / "chart.svg").read_text()
-    assert (tmp_path / "chart.PNG").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UnsupportedError, match=r"\.png or \.svg"):
-        charts.save([ROWS], tmp_path / "chart.gif")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ds_ckpt.errors import Problem, UnsupportedError
@@ -152,29 +151,6 @@ def look(place: int) -> tuple[str, str]:
 
 def svg(panels: Sequence[Panel]) -> str:
     """Return an `<svg>` element; UnsupportedError without matplotlib."""
-    target = io.StringIO()
-    _write(panels, target, "svg")
-    text = target.getvalue()
-    return text[text.index("<svg") :]
-
-
-def save(panels: Sequence[Panel], path: Path) -> None:
-    """Write a .png or .svg file; UnsupportedError for another suffix, or without matplotlib."""
-    kind = path.suffix.lower()[1:]
-    if kind not in ("png", "svg"):
-        problem = Problem("plot", path.name, "the suffix decides the format", "use .png or .svg")
-        raise UnsupportedError(problem, headline="the plot cannot be drawn")
-    _write(panels, path, kind)
-
-
-def missing(package: str) -> UnsupportedError:
-    """Return the error for a missing package of the `report` extra."""
-    remedy = "install the extra: pip install 'ds_ckpt[report]'"
-    problem = Problem(package, "not installed", "reports and plots need it", remedy)
-    return UnsupportedError(problem, headline="the report cannot be written")
-
-
-def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -188,9 +164,18 @@ def _write(panels: Sequence[Panel], target: Any, kind: str) -> None:
     for axes, panel in zip(all_axes, panels, strict=True):
         axes.spines[["top", "right"]].set_visible(False)
         panel.draw(axes)
+    target = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_ckpt"}):
-        metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(target, format=kind, metadata=metadata, dpi=150)
+        figure.savefig(target, format="svg", metadata={"Date": None}, dpi=150)
+    text = target.getvalue()
+    return text[text.index("<svg") :]
+
+
+def missing(package: str) -> UnsupportedError:
+    """Return the error for a missing package of the `report` extra."""
+    remedy = "install the extra: pip install 'ds_ckpt[report]'"
+    problem = Problem(package, "not installed", "reports and plots need it", remedy)
+    return UnsupportedError(problem, headline="the report cannot be written")
 
 
 def _fill(place: int) -> dict[str, str]:
