@@ -6,6 +6,7 @@ Heavy imports stay inside the commands.
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -121,17 +122,17 @@ def probe(
             where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
         names = len(where.names)
         begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
-        links = probe.probe(
+        pairs = probe.probe(
             where, seconds=seconds, on_event=lambda event: begin_pair(event["words"])
         )
     if hostfile is None:
         typer.echo(_described(rate_mbit))
-    for pair in links.pairs:
+    for pair in pairs:
         typer.echo(
             f"{pair.first} - {pair.second}: {1e6 * pair.latency_s:.0f} us; payload each way at "
             f"once: {8e-6 * pair.bytes_per_s:.1f} Mbit/s"
         )
-    write_output(output, links.save)
+    write_output(output, functools.partial(probe.save, pairs))
 
 
 def _described(rate_mbit: float | None) -> str:

@@ -19,7 +19,7 @@ from ds_ckpt.lab.hosts import emulated, probe
 from ds_ckpt.lab.hosts.backends import INTERFACE, Hostfile
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, HostsError, tool
 from ds_ckpt.lab.hosts.launcher import LaunchError, run
-from ds_ckpt.lab.hosts.probe import Links, Pair
+from ds_ckpt.lab.hosts.probe import Pair
 from tests.hosts.conftest import processes
 
 _RECEIVE = """
@@ -253,8 +253,7 @@ def test_payload_each_way_is_at_the_rate_that_was_set(two_hosts: EmulatedHosts) 
     """The best of a few tries: other work on the machine slows a transfer, nothing speeds it."""
     best = 0.0
     for _ in range(6):
-        links = probe.probe(two_hosts)
-        (pair,) = links.pairs
+        (pair,) = probe.probe(two_hosts)
         assert (pair.first, pair.second) == ("host0", "host1")
         assert 0 < pair.latency_s < 0.1
         best = max(best, pair.bytes_per_s)
@@ -272,10 +271,10 @@ def test_every_pair_is_measured_and_the_command_writes_json(can_emulate, tmp_pat
         [*command, "--seconds=0.3", f"--output={out}"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    links = Links.load(out)
-    found = [(pair.first, pair.second) for pair in links.pairs]
+    pairs = probe.load(out)
+    found = [(pair.first, pair.second) for pair in pairs]
     assert found == [("host0", "host1"), ("host0", "host2"), ("host1", "host2")]
-    for pair in links.pairs:
+    for pair in pairs:
         assert f"{pair.first} - {pair.second}: " in result.stdout
         assert 0 < pair.bytes_per_s < 1.1 * 50e6 / 8
 
@@ -290,7 +289,7 @@ def test_a_file_that_is_none_of_the_probe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_text("[]")
     with pytest.raises(ValueError, match="does not have the format"):
-        Links.load(path)
-    links = Links((Pair("a", "b", 1e-5, 3.0),))
-    links.save(path)
-    assert Links.load(path) == links
+        probe.load(path)
+    pairs = [Pair("a", "b", 1e-5, 3.0)]
+    probe.save(pairs, path)
+    assert probe.load(path) == pairs

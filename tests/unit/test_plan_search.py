@@ -39,7 +39,7 @@ from ds_ckpt.lab.estimate.search import (
 )
 from ds_ckpt.lab.estimate.simulate import simulate
 from ds_ckpt.lab.hosts.hardware import HARDWARE, Hardware
-from ds_ckpt.lab.hosts.probe import Links, Pair
+from ds_ckpt.lab.hosts.probe import Pair, save
 from ds_ckpt.lab.subject import Sizes
 
 SIZES = Sizes(tokens=64, dtype=torch.bfloat16)
@@ -348,7 +348,7 @@ def test_the_command_answers_and_writes_valid_files(tmp_path, is_golden) -> None
 
 def test_a_function_without_tokens_and_probed_links(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
-    Links((Pair("one", "two", 1e-4, 5e8),)).save(links)
+    save([Pair("one", "two", 1e-4, 5e8)], links)
     stack = ["tests.unit.estimate_models:stack", "--modules=Mixer"]
     code, text = plan(*stack, "--cluster=2 nodes x 2 L40S", f"--links={links}", "--details")
     assert code == 0, text

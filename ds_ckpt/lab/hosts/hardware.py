@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_ckpt.config import load_file
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.lab.hosts.probe import Links
+from ds_ckpt.lab.hosts import probe
 
 HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
@@ -134,7 +134,7 @@ class Hardware:
         hop = Constant("latency of a node's link", hop_s, source)
         if links is not None:
             try:
-                pairs = Links.load(links).pairs
+                pairs = probe.load(links)
             except ValueError as error:
                 remedy = "make it: ds-ckpt probe --hostfile HOSTFILE --output FILE"
                 self.wrong(str(links), "no links", str(error), remedy)

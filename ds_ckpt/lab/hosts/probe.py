@@ -19,7 +19,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,33 +50,27 @@ class Pair:
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Links:
-    """Links between all pairs of nodes."""
-
-    pairs: tuple[Pair, ...]
-
-    def save(self, path: Path) -> None:
-        """Write JSON."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> Links:
-        """Read JSON; ValueError if `path` is not such a file."""
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} does not have the format '{FORMAT}'")
-        links = TypeAdapter(cls).validate_python(content)
-        if not links.pairs:
-            raise ValueError(f"{path} has no pairs of nodes")
-        return links
+def save(pairs: Sequence[Pair], path: Path) -> None:
+    """Write JSON."""
+    content = {"format": FORMAT, "pairs": [asdict(pair) for pair in pairs]}
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def measure(heartbeat: Heartbeat, seconds: float, device: str) -> Links:
+def load(path: Path) -> list[Pair]:
+    """Read JSON; ValueError if `path` is not such a file."""
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} does not have the format '{FORMAT}'")
+    if not (pairs := TypeAdapter(list[Pair]).validate_python(content.get("pairs"))):
+        raise ValueError(f"{path} has no pairs of nodes")
+    return pairs
+
+
+def measure(heartbeat: Heartbeat, seconds: float, device: str) -> list[Pair]:
     """Measure every pair of nodes, `seconds` or more each; collective."""
     everyone = gather_objects((socket.gethostname(), os.environ.get("LOCAL_RANK", "0")))
     leaders = [rank for rank, (_, local) in enumerate(everyone) if local == "0"]
-    pairs = []
+    pairs: list[Pair] = []
     for first, second in itertools.combinations(leaders, 2):
         names = everyone[first][0], everyone[second][0]
         heartbeat.beat(words=f"measuring {names[0]} - {names[1]}")
@@ -87,7 +81,7 @@ def measure(heartbeat: Heartbeat, seconds: float, device: str) -> Links:
             found = [Pair(*names, end.latency(leads), end.rate(seconds))]
         dist.broadcast_object_list(found, src=first)
         pairs.append(found[0])
-    return Links(tuple(pairs))
+    return pairs
 
 
 class _End:
@@ -144,7 +138,7 @@ def probe(
     *,
     seconds: float = 1.0,
     on_event: Callable[[dict[str, Any]], object] = lambda event: None,
-) -> Links:
+) -> list[Pair]:
     """Measure the links between two nodes or more, `seconds` or longer each.
 
     `on_event` receives `words` before each pair. Raises UnsupportedError, and as `launch`.
@@ -159,7 +153,7 @@ def probe(
         folder = Path(temporary)
         job = {"seconds": seconds}
         launch(hosts, __name__, job, folder, limit_s=limit_s, on_event=on_event)
-        return Links.load(folder / "links.json")
+        return load(folder / "links.json")
 
 
 def main() -> None:
@@ -167,9 +161,9 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
     heartbeat, job = begin("Measure links; started by deepspeed.")
-    links = measure(heartbeat, job["seconds"], get_accelerator().current_device_name())
+    pairs = measure(heartbeat, job["seconds"], get_accelerator().current_device_name())
     if dist.get_rank() == 0:
-        links.save(heartbeat.folder / "links.json")
+        save(pairs, heartbeat.folder / "links.json")
     dist.barrier()
     dist.destroy_process_group()
 
