@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, make_policy
 from ds_ckpt.activation.planning.fake import KnownValues, taken_for_real
 from ds_ckpt.telemetry.memory import SavedActivations
 
@@ -26,17 +26,17 @@ SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads":
 POLICIES: dict[str, Policy | None] = {
     "none": None,
     "block": Policy(),
-    "attention": Policy(PolicySettings("attention")),
-    "mlp": Policy(PolicySettings("mlp")),
-    **{f"every_n {n}": Policy(PolicySettings("every_n", every_n=n)) for n in (2, 4)},
-    **{f"segments of {n}": Policy(PolicySettings("segments", segment_size=n)) for n in (2, 4)},
+    "attention": Policy(make_policy("attention")),
+    "mlp": Policy(make_policy("mlp")),
+    **{f"every_n {n}": Policy(make_policy("every_n", every_n=n)) for n in (2, 4)},
+    **{f"segments of {n}": Policy(make_policy("segments", segment_size=n)) for n in (2, 4)},
     **{
-        f"selective {ops}": Policy(PolicySettings("selective", save_ops=(ops,)))
+        f"selective {ops}": Policy(make_policy("selective", save_ops=(ops,)))
         for ops in ("attention", "attention+qkvo", "attention+qkvo+gate", "matmuls")
     },
     "rules: 0-11 attention+qkvo, the others +gate": Policy(
-        PolicySettings("selective", save_ops=("attention+qkvo+gate",)),
-        (Rule("0-11", PolicySettings("selective", save_ops=("attention+qkvo",))),),
+        make_policy("selective", save_ops=("attention+qkvo+gate",)),
+        (Rule("0-11", make_policy("selective", save_ops=("attention+qkvo",))),),
     ),
 }
 _CORE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

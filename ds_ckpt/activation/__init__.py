@@ -6,11 +6,11 @@ from ds_ckpt.activation.blocks import Block, find_blocks
 from ds_ckpt.activation.install import CheckpointedBlocks
 from ds_ckpt.activation.policies import (
     Policy,
-    PolicySettings,
     RecomputePolicy,
     Rule,
     Unit,
     make_plan,
+    make_policy,
     register_policy,
 )
 
@@ -18,11 +18,11 @@ __all__ = [
     "Block",
     "CheckpointedBlocks",
     "Policy",
-    "PolicySettings",
     "RecomputePolicy",
     "Rule",
     "Unit",
     "find_blocks",
     "make_plan",
+    "make_policy",
     "register_policy",
 ]

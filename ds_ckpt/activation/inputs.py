@@ -208,11 +208,6 @@ class CheckpointedInputsConfig(Section):
         """Describe the smallest tensor that is moved."""
         return _from(self.offload_min_bytes)
 
-    @property
-    def stores(self) -> bool:
-        """Return whether inputs are stored in another way than autograd's."""
-        return self.offload or self.partition
-
 
 def _from(smallest_bytes: int) -> str:
     return f" from {size(smallest_bytes)} on" if smallest_bytes else ""
@@ -230,7 +225,8 @@ def build_inputs(
 
     Parameters and buffers of the model are not moved. `group`: ranks over which inputs are split.
     """
-    if not config.stores and not any(unit.offloads for unit in units):
+    keeps_inputs = config.offload or config.partition
+    if not keeps_inputs and not any(unit.offloads for unit in units):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     ahead = config.offload_prefetch
@@ -248,4 +244,4 @@ def build_inputs(
         partition = Partition(
             group, store, device, min_bytes=config.partition_min_bytes, ahead=ahead
         )
-    return CheckpointedInputs(store, partition, units=units, keeps_inputs=config.stores)
+    return CheckpointedInputs(store, partition, units=units, keeps_inputs=keeps_inputs)

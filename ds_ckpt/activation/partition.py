@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ckpt.activation.fingerprints import checksum
 from ds_ckpt.activation.offload import (
@@ -62,11 +62,7 @@ def shard_of(flat: Tensor, ranks: int, index: int) -> Tensor:
     """Copy part `index` of `flat` (uint8 [n]) to uint8 [shard_bytes], padded with 0."""
     size = shard_bytes(flat.numel(), ranks)
     part = flat[index * size : (index + 1) * size]
-    if part.numel() == size:
-        return part.clone()
-    padded = flat.new_zeros(size)
-    padded[: part.numel()].copy_(part)
-    return padded
+    return nn.functional.pad(part, (0, size - part.numel()))
 
 
 class Shard(SavedStorage):

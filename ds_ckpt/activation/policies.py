@@ -109,16 +109,9 @@ def setting_fields() -> dict[str, Any]:
 # from a policy to units
 
 
-@dataclass(frozen=True, init=False)
-class PolicySettings:
-    """A registered policy with its settings; "none" leaves blocks alone."""
-
-    policy: str
-    values: RecomputePolicy
-
-    def __init__(self, policy: str = "block", **values: Any) -> None:
-        object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "values", _POLICIES[policy](**values))
+def make_policy(name: str = "block", **values: Any) -> RecomputePolicy:
+    """Return a registered policy with its settings; "none" leaves blocks alone."""
+    return _POLICIES[name](**values)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ class Rule:
     """Policy for the blocks that `match` names: a pattern, "3", or "0-15"."""
 
     match: str
-    settings: PolicySettings
+    settings: RecomputePolicy
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ class Policy:
     `check_determinism`-th forward of a block is compared with its recomputation; 0: none.
     """
 
-    settings: PolicySettings = field(default_factory=PolicySettings)
+    settings: RecomputePolicy = field(default_factory=make_policy)
     rules: tuple[Rule, ...] = ()
     modules: tuple[str, ...] | None = None
     check_determinism: int = 0
@@ -145,7 +138,7 @@ class Policy:
 
 def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
     """Return the units of a model; ConfigError if a pattern, rule or policy finds nothing."""
-    if policy.modules is not None and policy.settings.values.of_parts and not policy.rules:
+    if policy.modules is not None and policy.settings.of_parts and not policy.rules:
         return [Unit((block,)) for block in by_pattern(model, policy.modules)]
     left = dict(enumerate(find_blocks(model, policy.modules)))
     described = f"the blocks are 0-{len(left) - 1}, {left[0].name} to {left[len(left) - 1].name}"
@@ -154,13 +147,13 @@ def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
     for i, rule in enumerate(policy.rules):
         where = f"{_SECTION}.rules[{i}]"
         named = [n for n, block in left.items() if _matches(rule.match, n, block.name)]
-        units += rule.settings.values.units([left.pop(n) for n in named], where)
+        units += rule.settings.units([left.pop(n) for n in named], where)
         if not named:
             why = "no block that the earlier rules leave has this index or name"
             problems.append(Problem(f"{where}.match", f'"{rule.match}"', why, described))
     if problems:
         raise ConfigError(problems)
-    units += policy.settings.values.units(list(left.values()), _SECTION)
+    units += policy.settings.units(list(left.values()), _SECTION)
     order = {module: i for i, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: order[unit.blocks[0].module])
 

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ds_ckpt.activation.inputs import RECOMPUTING, CheckpointedInputsConfig
-from ds_ckpt.activation.policies import PLANNED, Policy, PolicySettings, Rule, policy_named
+from ds_ckpt.activation.policies import (
+    PLANNED,
+    Policy,
+    RecomputePolicy,
+    Rule,
+    make_policy,
+    policy_named,
+)
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
 BudgetOf = Literal["activations", "accelerator"]
@@ -20,11 +27,11 @@ class _WithPolicy(Section):
 
     policy: str
 
-    def settings(self) -> PolicySettings:
+    def settings(self) -> RecomputePolicy:
         """Return the policy with its settings."""
         known = policy_named(self.policy)
         own = known.model_fields if known else {}
-        return PolicySettings(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})
+        return make_policy(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})
 
 
 class ActivationRuleConfig(_WithPolicy):
@@ -115,11 +122,6 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         """Return whether any block is recomputed or offloaded."""
         return any(policy != "none" for policy in self.policies_used())
 
-    @property
-    def check_every(self) -> int:
-        """Return the number of forwards from one comparison to the next; 0: no comparison."""
-        return int(self.check_determinism)
-
     def policies_used(self) -> list[str]:
         """Return the policies of the section and of its rules."""
         return [self.policy, *(rule.policy for rule in self.rules)]
@@ -129,7 +131,7 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         known = policy_named(self.policy)
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
-        words += self.settings().values.describe() if known else detail
+        words += self.settings().describe() if known else detail
         rules = f", {len(self.rules)} rules" if self.rules else ""
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"
@@ -139,8 +141,8 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
 def activation_policy(config: ActivationConfig) -> Policy:
     """Return the policy for `CheckpointedBlocks`; units of a plan are added at the first batch."""
     return Policy(
-        settings=PolicySettings("none") if config.planned else config.settings(),
+        settings=make_policy("none") if config.planned else config.settings(),
         rules=tuple(Rule(rule.match, rule.settings()) for rule in config.rules),
         modules=config.modules,
-        check_determinism=config.check_every,
+        check_determinism=int(config.check_determinism),
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
+from ds_ckpt.activation import CheckpointedBlocks, Policy, make_policy
 from tests.unit.offload_models import LateCopies, nothing_left, put_on
 
 _RECOMPUTED = ["block", "segments", "selective", "offload"]
@@ -58,7 +58,7 @@ def put(model: nn.Module, kind: str, check: int = 0) -> Callable[[], bool]:
     """Checkpointing on the model's blocks; returns whether nothing of it is left behind."""
     names = tuple({type(block).__name__ for block in model.blocks})  # type: ignore[union-attr]
     named = {"offload": "block", "all offloaded": "offload"}.get(kind, kind)
-    policy = Policy(PolicySettings(named), modules=names, check_determinism=check)
+    policy = Policy(make_policy(named), modules=names, check_determinism=check)
     if named == kind:
         model.checkpointed = CheckpointedBlocks(model, policy=policy)  # type: ignore[assignment]
         return lambda: True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
+from ds_ckpt.activation import CheckpointedBlocks, Policy, make_policy
 from ds_ckpt.errors import RecomputeError
 from tests.architectures import batch, build
 from tests.unit.offload_models import Model, equal, nothing_left, put_on
@@ -385,7 +385,7 @@ def test_tensor_parallel_random_states(kind: Any) -> None:
         tracker = Tracker()
         model = around(tracker.dropout)()
         if trackers is not None:
-            policy = Policy(PolicySettings(kind), modules=("Block",))
+            policy = Policy(make_policy(kind), modules=("Block",))
             CheckpointedBlocks(model, policy=policy, trackers=[tracker] * trackers)
         found.append([*results(model, backward), tracker.states["model-parallel-rng"]])
     plain, without, ours = found
@@ -413,7 +413,7 @@ def test_hidden_states_and_caches(name: str, kind: Any) -> None:
         return [*(s.detach() for s in states), *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
     models = [build(name) for _ in range(3)]
-    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(make_policy(kind)))
     plain, ours, cached = (run(m, use) for m, use in zip(models, (False, True, True), strict=True))
     assert equal(plain, ours)
     for a, b in zip(ours, cached, strict=True):
@@ -423,7 +423,7 @@ def test_hidden_states_and_caches(name: str, kind: Any) -> None:
 @POLICIES
 def test_generating_afterwards_uses_the_cache(kind: Any) -> None:
     models = [build("llama") for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(make_policy(kind)))
     tokens = batch("llama")["input_ids"][:, :4]
     outputs = []
     for model in models:
@@ -455,9 +455,7 @@ def test_a_cache_in_evaluation_mode_is_filled() -> None:
 @pytest.mark.parametrize("kind", ["block", "segments", "qkvo"])
 def test_a_copy_of_a_model_runs_its_own_weights(kind: Any) -> None:
     """Copies are made for a moving average of the weights, or a reference model."""
-    settings = (
-        PolicySettings("selective", save_ops=("qkvo",)) if kind == "qkvo" else PolicySettings(kind)
-    )
+    settings = make_policy("selective", save_ops=("qkvo",)) if kind == "qkvo" else make_policy(kind)
     model = build("llama")
     CheckpointedBlocks(model, policy=Policy(settings))
     twin = copy.deepcopy(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings
+from ds_ckpt.activation import CheckpointedBlocks, Policy, make_policy
 from ds_ckpt.activation.fingerprints import WHOLE_BYTES, FingerprintCache, fingerprint
 from ds_ckpt.errors import RecomputeError
 from tests.architectures import batch, build
@@ -58,9 +58,9 @@ def test_every_injected_difference_is_caught_and_named(seed: int) -> None:
     parent = model.get_submodule(place)
     setattr(parent, name, Injected(getattr(parent, name), spoil))
     kinds = ("block", "segments", "selective", "block")
-    settings = PolicySettings(kinds[seed % 4])  # type: ignore[arg-type]
+    settings = make_policy(kinds[seed % 4])  # type: ignore[arg-type]
     if settings.policy == "selective":  # a result that is taken from memory cannot differ
-        settings = PolicySettings("selective", save_ops=("attention",))
+        settings = make_policy("selective", save_ops=("attention",))
     CheckpointedBlocks(model, policy=Policy(settings, check_determinism=1))
     with pytest.raises(RecomputeError, match=rf"model\.layers\.{layer}: found saved tensor"):
         model(**batch("llama", seed)).loss.backward()
@@ -70,7 +70,7 @@ def test_every_injected_difference_is_caught_and_named(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["block", "attention", "mlp", "segments", "selective"])
 def test_a_repeatable_recomputation_passes(kind: str, policy: Any) -> None:
     model = build(kind)
-    CheckpointedBlocks(model, policy=Policy(PolicySettings(policy), check_determinism=1))
+    CheckpointedBlocks(model, policy=Policy(make_policy(policy), check_determinism=1))
     for seed in range(2):
         model(**batch(kind, seed)).loss.backward()
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from virtual import World
 
 import ds_ckpt
-from ds_ckpt.activation import Policy, PolicySettings, checkpoint
+from ds_ckpt.activation import Policy, checkpoint, make_policy
 from ds_ckpt.engine.step import make_step_state
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.lab.validate.virtual import VirtualTransport
@@ -116,7 +116,7 @@ def test_an_activation_passes_torchs_checkpoint_one_context_and_one_offload_hook
     record(TorchDispatchMode, "__enter__", lambda mode: "modes")
     record(checkpoint, "checkpoint", lambda function: "torch.utils.checkpoint()")
     model = Model(blocks=3)
-    _, store = put_on(model, None, policy=Policy(PolicySettings(policy), modules=("Block",)))
+    _, store = put_on(model, None, policy=Policy(make_policy(policy), modules=("Block",)))
     loss = model(torch.ones(2, 8))
     offload, torchs = "ds_ckpt.activation.inputs", "torch.utils.checkpoint"
     ours = ["ds_ckpt.activation.checkpoint", *modes]

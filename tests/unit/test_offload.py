@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_ckpt.activation import CheckpointedBlocks, make_plan
 from ds_ckpt.activation.inputs import CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.offload import BlockCall, Copies, InputStore
-from ds_ckpt.activation.policies import Policy, PolicySettings, Rule
+from ds_ckpt.activation.policies import Policy, Rule, make_policy
 from ds_ckpt.errors import UnsupportedError
 from tests.architectures import batch, build
 from tests.unit.offload_models import (
@@ -63,13 +63,13 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
 
 
 _POLICIES = {
-    "block": PolicySettings("block"),
-    "offload": PolicySettings("offload"),
-    "attention": PolicySettings("attention"),
-    "mlp": PolicySettings("mlp"),
-    "every_n": PolicySettings("every_n", every_n=2),
-    "segments": PolicySettings("segments", segment_size=2),
-    "selective": PolicySettings("selective", save_ops=("matmuls",)),
+    "block": make_policy("block"),
+    "offload": make_policy("offload"),
+    "attention": make_policy("attention"),
+    "mlp": make_policy("mlp"),
+    "every_n": make_policy("every_n", every_n=2),
+    "segments": make_policy("segments", segment_size=2),
+    "selective": make_policy("selective", save_ops=("matmuls",)),
 }
 
 
@@ -207,7 +207,7 @@ def test_rules_mix_offload_with_recomputation_and_neither() -> None:
     model, x = Model(blocks=6), torch.randn(64, 8)
     plain = grads(model, x)
     rules = tuple(Rule(n, _POLICIES["offload"]) for n in ("0", "2", "4"))
-    policy = Policy(PolicySettings("none"), (*rules, Rule("1", _POLICIES["block"])), ("Block",))
+    policy = Policy(make_policy("none"), (*rules, Rule("1", _POLICIES["block"])), ("Block",))
     units = make_plan(model, policy)
     inputs = build_inputs(CheckpointedInputsConfig(offload_min_bytes=4096), model, units, CPU)
     assert inputs is not None

@@ -15,7 +15,7 @@ from ds_ckpt.activation.fingerprints import checksum
 from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.offload import Copies, InputStore, Wait, storage_bytes
 from ds_ckpt.activation.partition import Partition, shard_bytes, shard_of
-from ds_ckpt.activation.policies import Policy, PolicySettings
+from ds_ckpt.activation.policies import Policy, make_policy
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from tests.unit.offload_models import CPU, Boom, LateCopies, device_bytes, equal, grads, host_bytes
@@ -160,7 +160,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
 
     def work(group: ThreadGroup) -> On:
         model = Model(width, blocks)
-        on = On(model, group, policy=Policy(PolicySettings(kind), modules=("Block",)), **how)
+        on = On(model, group, policy=Policy(make_policy(kind), modules=("Block",)), **how)
         for _ in range(3):
             assert equal(plain, grads(model, x))
             assert on.nothing_left()
@@ -242,7 +242,7 @@ def test_results_of_operators_may_differ_over_the_group() -> None:
             block.__class__, block.share = Sharded, 1.0 + group.index
         x = _input()
         plain = grads(model, x)
-        settings = PolicySettings("selective", save_ops=("matmuls",))
+        settings = make_policy("selective", save_ops=("matmuls",))
         on = On(model, group, policy=Policy(settings, modules=("Sharded",)))
         assert equal(plain, grads(model, x))
         return on

@@ -12,10 +12,10 @@ from torch import nn
 from ds_ckpt.activation import (
     CheckpointedBlocks,
     Policy,
-    PolicySettings,
     Rule,
     find_blocks,
     make_plan,
+    make_policy,
 )
 from ds_ckpt.activation.blocks import gates
 from ds_ckpt.errors import ConfigError
@@ -42,7 +42,7 @@ MLP = {
 
 def _tails(model: nn.Module, kind: Any) -> set[str]:
     blocks = [u.blocks[0].name for u in make_plan(model, Policy())]
-    names = [b.name for u in make_plan(model, Policy(PolicySettings(kind))) for b in u.blocks]
+    names = [b.name for u in make_plan(model, Policy(make_policy(kind))) for b in u.blocks]
     return {n.removeprefix(b + ".") for n in names for b in blocks if n.startswith(b + ".")}
 
 
@@ -56,28 +56,24 @@ def test_attention_and_mlp_are_found_by_what_they_are_called(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_parts_that_cannot_be_found_must_be_named(kind: Any) -> None:
-    policy = Policy(
-        PolicySettings("none"), (Rule("1-2", PolicySettings(kind)),), modules=("Mixer",)
-    )
+    policy = Policy(make_policy("none"), (Rule("1-2", make_policy(kind)),), modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Stack(5), policy)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.activation.rules[0].policy"
     assert '"modules"' in problem.remedy
-    named = make_plan(Stack(5), Policy(PolicySettings(kind), modules=("layers.*.up",)))
+    named = make_plan(Stack(5), Policy(make_policy(kind), modules=("layers.*.up",)))
     assert [u.blocks[0].name for u in named] == [f"layers.{i}.up" for i in range(5)]
 
 
 @given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
 def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
     model = Stack(blocks)
-    units = make_plan(
-        model, Policy(PolicySettings("segments", segment_size=size), modules=("Mixer",))
-    )
+    units = make_plan(model, Policy(make_policy("segments", segment_size=size), modules=("Mixer",)))
     names = [b.name for u in units for b in u.blocks]
     assert names == [f"layers.{i}" for i in range(blocks)]
     assert all(len(u.blocks) == size for u in units[:-1])
-    units = make_plan(model, Policy(PolicySettings("every_n", every_n=every), modules=("Mixer",)))
+    units = make_plan(model, Policy(make_policy("every_n", every_n=every), modules=("Mixer",)))
     assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
 
 
@@ -93,13 +89,13 @@ def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every:
     ],
 )
 def test_segments_by_their_number(blocks: int, how: dict[str, Any], sizes: list[int]) -> None:
-    units = make_plan(Stack(blocks), Policy(PolicySettings("segments", **how), modules=("Mixer",)))
+    units = make_plan(Stack(blocks), Policy(make_policy("segments", **how), modules=("Mixer",)))
     assert [len(unit.blocks) for unit in units] == sizes
     assert [b.name for u in units for b in u.blocks] == [f"layers.{i}" for i in range(blocks)]
 
 
 def test_segments_end_where_a_container_or_a_class_ends() -> None:
-    units = make_plan(build("t5", 3), Policy(PolicySettings("segments", segment_size=9)))
+    units = make_plan(build("t5", 3), Policy(make_policy("segments", segment_size=9)))
     assert [[b.name for b in u.blocks] for u in units] == [
         [f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder")
     ]
@@ -107,11 +103,11 @@ def test_segments_end_where_a_container_or_a_class_ends() -> None:
 
 def test_the_first_rule_that_names_a_block_decides() -> None:
     rules = (
-        Rule("0-1", PolicySettings("none")),
-        Rule("layers.[12]", PolicySettings("selective", save_ops=("aten.mm",))),
-        Rule("4", PolicySettings("segments")),
+        Rule("0-1", make_policy("none")),
+        Rule("layers.[12]", make_policy("selective", save_ops=("aten.mm",))),
+        Rule("4", make_policy("segments")),
     )
-    units = make_plan(Stack(5), Policy(PolicySettings("block"), rules, modules=("Mixer",)))
+    units = make_plan(Stack(5), Policy(make_policy("block"), rules, modules=("Mixer",)))
     found = [([b.name for b in u.blocks], u.save_ops) for u in units]
     assert found == [(["layers.2"], ("aten.mm",)), (["layers.3"], ()), (["layers.4"], ())]
 
@@ -125,7 +121,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
     ],
 )
 def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str, why: str) -> None:
-    policy = Policy(rules=tuple(Rule(r, PolicySettings("none")) for r in rules), modules=("Mixer",))
+    policy = Policy(rules=tuple(Rule(r, make_policy("none")) for r in rules), modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Stack(5), policy)
     (problem,) = caught.value.problems
@@ -135,7 +131,7 @@ def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str,
 
 
 def _selective(*save_ops: str) -> Policy:
-    return Policy(PolicySettings("selective", save_ops=save_ops), modules=("Mixer",))
+    return Policy(make_policy("selective", save_ops=save_ops), modules=("Mixer",))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, Policy, PolicySettings, Rule
+from ds_ckpt.activation import CheckpointedBlocks, Policy, Rule, make_policy
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
 from tests.architectures import ARCHITECTURES, OFTEN, batch, build
@@ -19,17 +19,17 @@ from tests.unit.stacks import Stack
 SLOW = pytest.mark.slow
 POLICIES: dict[str, Policy] = {
     "block": Policy(),
-    "attention": Policy(PolicySettings("attention")),
-    "mlp": Policy(PolicySettings("mlp")),
-    "every_n": Policy(PolicySettings("every_n", every_n=3)),
-    "segments": Policy(PolicySettings("segments", segment_size=3)),
-    "selective": Policy(PolicySettings("selective")),
+    "attention": Policy(make_policy("attention")),
+    "mlp": Policy(make_policy("mlp")),
+    "every_n": Policy(make_policy("every_n", every_n=3)),
+    "segments": Policy(make_policy("segments", segment_size=3)),
+    "selective": Policy(make_policy("selective")),
     "rules": Policy(
-        PolicySettings("block"),
+        make_policy("block"),
         (
-            Rule("0", PolicySettings("none")),
-            Rule("1", PolicySettings("selective", save_ops=("matmuls",))),
-            Rule("2-3", PolicySettings("segments")),
+            Rule("0", make_policy("none")),
+            Rule("1", make_policy("selective", save_ops=("matmuls",))),
+            Rule("2-3", make_policy("segments")),
         ),
     ),
 }
@@ -96,7 +96,7 @@ BOUNDARY = 2 * 11 * 16 * 4
 def test_segments_keep_one_boundary_each() -> None:
     block = _held(Policy())
     for size, segments in ((2, 2), (3, 2), (4, 1), (9, 1)):
-        segmented = _held(Policy(PolicySettings("segments", segment_size=size)))
+        segmented = _held(Policy(make_policy("segments", segment_size=size)))
         # what the last block returns is kept by the norm behind it, checkpointed or not
         assert block - segmented == (4 - segments) * BOUNDARY
 
@@ -105,19 +105,19 @@ def test_every_n_keeps_the_inside_of_the_others() -> None:
     none, block = _held(None), _held(Policy())
     inside = (none - block) // 4  # of one block, without its boundary
     for n, checkpointed in ((2, 2), (3, 2), (4, 1)):
-        held = _held(Policy(PolicySettings("every_n", every_n=n)))
+        held = _held(Policy(make_policy("every_n", every_n=n)))
         assert none - held == pytest.approx(checkpointed * inside, rel=0.01)  # masks are shared
 
 
 def test_parts_lie_between_nothing_and_whole_blocks() -> None:
     none, block = _held(None), _held(Policy())
     for kind in ("attention", "mlp"):
-        assert block < _held(Policy(PolicySettings(kind))) < none
+        assert block < _held(Policy(make_policy(kind))) < none
 
 
 def test_more_saved_operators_hold_more() -> None:
     wider = ("attention", "attention+qkvo", "attention+qkvo+gate", "matmuls")
-    selected = [Policy(PolicySettings("selective", save_ops=(sets,))) for sets in wider]
+    selected = [Policy(make_policy("selective", save_ops=(sets,))) for sets in wider]
     held = [_held(policy) for policy in (Policy(), *selected, None)]
     assert sorted(set(held)) == held
 
@@ -162,7 +162,7 @@ def test_adapters(name: str, kind: Any) -> None:
     """Without `enable_input_require_grads`: no input of a block below the first adapter needs a
     gradient."""
     models = [_adapted(_configs()[name]) for _ in range(2)]
-    CheckpointedBlocks(models[1], policy=Policy(PolicySettings(kind)))
+    CheckpointedBlocks(models[1], policy=Policy(make_policy(kind)))
     plain, ours = map(_by_name, models)
     trainable = {n for n, p in models[0].named_parameters() if p.requires_grad}
     assert plain.keys() == ours.keys() == trainable
@@ -176,7 +176,7 @@ def test_prefix_tuning_is_refused_with_the_block() -> None:
 
     model = _adapted(PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     assert len(_by_name(model)) > 0
-    CheckpointedBlocks(model, policy=Policy(PolicySettings("attention")))
+    CheckpointedBlocks(model, policy=Policy(make_policy("attention")))
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn: .*with 4 positions"):
         _by_name(model)
 
@@ -249,7 +249,7 @@ def test_results_that_are_written_over_are_not_kept(write, product, shape) -> No
     model = nn.Sequential(*(Block(WRITES[write], **settings) for _ in range(2)))
     x = torch.randn(*shape)
     expected = _gradients(model, x)
-    policy = Policy(settings=PolicySettings("selective"), modules=("Block",))
+    policy = Policy(settings=make_policy("selective"), modules=("Block",))
     CheckpointedBlocks(model, policy=policy)
     for _ in range(2):
         got = _gradients(model, x)
@@ -277,7 +277,7 @@ def test_random_numbers_after_saved_ones_are_those_of_the_forward(save_ops) -> N
     found = []
     for checkpointed in (False, True, True):
         if checkpointed and len(found) == 1:
-            settings = PolicySettings("selective", save_ops=save_ops)
+            settings = make_policy("selective", save_ops=save_ops)
             CheckpointedBlocks(model, policy=Policy(settings, modules=("_Drawing",)))
         torch.manual_seed(1)
         found.append([*_gradients(model, x), torch.get_rng_state()])
@@ -325,7 +325,7 @@ def test_a_product_that_others_can_write_into_is_not_kept(shape: tuple[int, ...]
 
     model, x = Stack(lambda: _Both(way), join, blocks=2), torch.randn(shape)
     plain = _gradients(model, x)
-    CheckpointedBlocks(model, policy=Policy(PolicySettings("selective"), modules=("_Both",)))
+    CheckpointedBlocks(model, policy=Policy(make_policy("selective"), modules=("_Both",)))
     ours = _gradients(model, x)
     assert len(plain) == len(ours) == 4
     assert all(map(torch.equal, plain, ours))

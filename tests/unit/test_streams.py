@@ -18,7 +18,7 @@ from torch import Tensor
 from virtual import World
 
 from ds_ckpt.activation.offload import BlockCall, InputStore, SideStream, Wait
-from ds_ckpt.activation.policies import Policy, PolicySettings
+from ds_ckpt.activation.policies import Policy, make_policy
 from ds_ckpt.compression import Dense, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry import Counters
@@ -112,7 +112,7 @@ def _train(gpu: Gpu, *, dropped: bool = False, policy: str = "block") -> int:
     """Train a model whose blocks' inputs, or all that they save, leave; return how many did."""
     with gpu.watched():
         model = Model(width=32)
-        how = Policy(PolicySettings(policy), modules=("Block",))
+        how = Policy(make_policy(policy), modules=("Block",))
         blocks, store = put_on(model, None, policy=how, copies=SideStream(torch.device("cpu")))
         for step in range(3):
             loss = model(torch.randn(8, 32))

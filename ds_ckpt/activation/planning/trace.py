@@ -84,6 +84,7 @@ class Survey:
         saves: storages of the tensors that autograd saved, in order.
         sizes: bytes by storage.
         blocks: in the order in which they first run.
+        held: bytes of the storages that autograd held at the end of the forward, without weights.
         saved_bytes: as `SavedActivations` measures without checkpointing.
         head_bytes: saved outside of blocks before the last block has ended.
         tail_bytes: saved outside of blocks afterwards (final norm, head, loss).
@@ -108,15 +109,11 @@ class Survey:
         with self._tracker.saved, self._tracker:
             result = forward()
         del result
+        self.held = self._tracker.saved.held
         self.blocks = [block for block in self.blocks if block.calls]
         self.blocks.sort(key=lambda block: block.calls[0].operators)
         self._count()
         return self
-
-    @property
-    def held(self) -> dict[Storage, int]:
-        """Bytes of the storages that autograd held when the forward had ended, without weights."""
-        return self._tracker.saved.held
 
     def activations(self, storages: Iterable[Storage]) -> set[Storage]:
         """Return the storages that are neither weights nor missing."""
