@@ -124,18 +124,17 @@ def _warnings_added_to(found: list[str]) -> Iterator[None]:
     """Collect what is logged in place of printing it: of several files each has its own."""
     from ds_ckpt.fields import warn
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage().removeprefix("ds_ckpt configuration: "))
+    def collect(record: logging.LogRecord) -> bool:
+        found.append(record.getMessage().removeprefix("ds_ckpt configuration: "))
+        return False
 
     log = logging.getLogger("ds_ckpt")
-    before = log.handlers, log.propagate
-    log.handlers, log.propagate = [Collector()], False
+    log.addFilter(collect)
     warn.cache_clear()  # a file's warnings may be those of another file
     try:
         yield
     finally:
-        log.handlers, log.propagate = before
+        log.removeFilter(collect)
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ class Gradients:
     def describe(self) -> list[str]:
         """Return clauses for the line at the start."""
         assignment, feedback = self.assignment, self.feedback
-        where = "between nodes" if self.groups.levels == 2 else "between ranks"
+        where = "between ranks" if self.groups.inside is None else "between nodes"
         counts = Counter(t.how for t in assignment.tensors)
         how = ", ".join(f"{compressor} on {n}" for compressor, n in counts.items())
         facts = [f"{how} tensors: {assignment.share:.2%} of uncompressed gradient bytes {where}"]

@@ -247,7 +247,7 @@ class AllToAllExchange:
             for item, pending in zip(items, sums, strict=True):
                 self.feedback.store(item.name, pending)
         return [
-            item.local.new_zeros(item.layout.size(self._me), dtype=item.dtype) for item in items
+            item.local.new_zeros(item.layout.sizes[self._me], dtype=item.dtype) for item in items
         ]
 
     @_no_autocast()

@@ -121,11 +121,6 @@ class Groups:
         """Ranks of a node that divide each gradient among them; 1 with one level."""
         return max(len(self.peers), 1)
 
-    @property
-    def levels(self) -> int:
-        """1 or 2."""
-        return 2 if self.inside is not None else 1
-
 
 def make_groups(group: Any, levels: Levels) -> Groups:
     """Make the groups of 1 or 2 levels, or "auto": 2 if nodes have several ranks, equally many.

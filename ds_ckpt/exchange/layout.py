@@ -72,10 +72,6 @@ class LocalShard:
         """Return the place of a member's shard in the local shard."""
         return slice(self._starts[member], self._starts[member + 1])
 
-    def size(self, member: int) -> int:
-        """Return the number of entries that a member owns."""
-        return self.sizes[member]
-
     def rows(self, local: Tensor, members: range) -> Tensor:
         """Return shards of one size of consecutive members, as a view: [members, n]."""
         start, stop = self._starts[members[0]], self._starts[members[-1] + 1]

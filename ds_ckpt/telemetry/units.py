@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 GIB = 2**30
 MIB = 2**20
@@ -39,15 +38,3 @@ def count(value: float) -> str:
 def times(larger: float, smaller: float) -> str:
     """Format a ratio: 1.25x; "-" if `smaller` is 0."""
     return f"{larger / smaller:.2f}x" if smaller else "-"
-
-
-def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Align rows of cells: the first `left` columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

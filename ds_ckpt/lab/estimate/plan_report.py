@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import chain
 
 from rich.console import Console
+from rich.table import Column, Table
 
 from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
@@ -17,7 +18,7 @@ from ds_ckpt.lab.estimate.search import (
     placement,
 )
 from ds_ckpt.lab.hosts.hardware import Constant
-from ds_ckpt.telemetry.units import GIB, columns
+from ds_ckpt.telemetry.units import GIB
 
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
@@ -90,8 +91,10 @@ def _show_costs(best: PlanOption, console: Console) -> None:
     sent = ("GB over a node's link", best.step.sent_bytes, 1e9)
     for title, values, unit in (("s", busy_s, 1.0), sent, ("GiB of memory", best.memory, GIB)):
         shown = {what: n for what, n in values.items() if n > _LEAST * sum(values.values())}
-        rows = [(f"  {what}", f"{n / unit:,.3f} {title}") for what, n in sorted(shown.items())]
-        console.print(columns(rows))
+        table = Table.grid(Column(), Column(justify="right"), padding=(0, 2), pad_edge=False)
+        for what, n in sorted(shown.items()):
+            table.add_row(f"  {what}", f"{n / unit:,.3f} {title}")
+        console.print(table)
 
 
 def _show_alternatives(search: Search, console: Console) -> None:

@@ -106,16 +106,16 @@ class Figure(Generic[Of]):
         return f"{middle} ± {above}" if below == above else f"{middle} ({low} to {high})"
 
 
-def middle_mean(values: Sequence[float]) -> float:
-    """Return the mean of the middle half."""
-    ordered, cut = sorted(values), len(values) // 4
-    return statistics.fmean(ordered[cut : len(ordered) - cut])
+def middle_half(ordered: Sequence[Of]) -> Sequence[Of]:
+    """Leave out a quarter at each end."""
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
 
 
 def paired_s(longer: Row, shorter: Row) -> float:
     """Return by how much steps are longer than those of the same repetition and place."""
     pairs = zip(longer.steps_s, shorter.steps_s, strict=True)
-    return middle_mean([one - other for one, other in pairs])
+    return statistics.fmean(middle_half(sorted(one - other for one, other in pairs)))
 
 
 def _part(name: str, title: str, *parts: str) -> Figure[Row]:

@@ -23,6 +23,7 @@ from ds_ckpt.lab.measure.figures import (
     Estimate,
     Ratio,
     Row,
+    middle_half,
 )
 from ds_ckpt.lab.measure.parts import PARTS
 from ds_ckpt.lab.measure.samples import Memory, Sample, Trial
@@ -136,9 +137,7 @@ def _rows(
 def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row:
     """Return means; of parts over the steps in the middle half, so that they add up."""
     steps = [step for trial in trials for step in trial.steps]
-    ordered = sorted(steps, key=lambda step: step.step_s)
-    cut = len(ordered) // 4
-    middle = ordered[cut : len(ordered) - cut]
+    middle = middle_half(sorted(steps, key=lambda step: step.step_s))
     step_s = statistics.fmean(step.step_s for step in middle)
 
     def means(values: Sequence[Mapping[str, float]], by: int = 1) -> dict[str, float]:
@@ -150,7 +149,7 @@ def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row
     return Row(
         configuration=name,
         rate_mbit=trials[0].rate_mbit,
-        tokens=spec.step_tokens,
+        tokens=spec.batch * spec.tokens * spec.accumulation * spec.processes,
         step_s=Estimate(step_s, step_s, step_s),
         steps_s=tuple(step.step_s for step in steps),
         parts_s={part: statistics.fmean(s.parts_s[part] for s in middle) for part in PARTS},

@@ -73,11 +73,6 @@ class Report:
             raise _nothing(path, "no repetition in which every configuration had its trial")
         return cls(read_runs(path), findings)
 
-    @property
-    def spec(self) -> Spec:
-        """Settings of the run."""
-        return self.findings.spec
-
     def write(self, path: Path) -> list[Path]:
         """Write all files into the folder `path`; return the report's, the page first."""
         data = path / "report.json"
@@ -104,7 +99,7 @@ class Report:
         alike = [c for c in names if c[1].policy == first.policy and c[1].method in methods]
         best = min(alike)[1]
         values = {"activation": best.policy, "compression": best.method, "weights": best.weights}
-        section = {axis: self.spec.section(axis, value) for axis, value in values.items()}
+        section = {axis: self.findings.spec.section(axis, value) for axis, value in values.items()}
         section["weights"] = {"resident": True} if section["weights"] else {}
         content = {"ds_ckpt": {axis: value for axis, value in section.items() if value}}
         code = Code(json.dumps(content, indent=2).splitlines())
@@ -114,7 +109,7 @@ class Report:
         """Return everything; a value that does not exist is NaN, null in the file."""
         return {
             "format": FORMAT,
-            "spec": asdict(self.spec),
+            "spec": asdict(self.findings.spec),
             "runs": self.runs,
             "headline": headline(self.findings),
             **self.findings.content(),
@@ -122,7 +117,7 @@ class Report:
 
     def document(self) -> Document:
         """Return the report before it has a form."""
-        place = self.runs[-1]["place"] if self.runs else self.spec.where
+        place = self.runs[-1]["place"] if self.runs else self.findings.spec.where
         how = [Paragraph(f"{place}."), Paragraph(_NOTE)]
         sections = [
             ReportSection("", self._shares()),
@@ -194,7 +189,7 @@ class Report:
         return found
 
     def _facts(self) -> Table:
-        spec = self.spec
+        spec = self.findings.spec
         trial = f"{spec.steps} timed steps per trial after {spec.drop} dropped"
         rows = [
             ["layout", f"{spec.hosts} nodes x {spec.slots} ranks ({spec.where})"],

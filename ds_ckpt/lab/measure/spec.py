@@ -163,11 +163,6 @@ class Spec:
         local = self.slots if self.hosts > 1 else 1
         return lambda other: other // local != process // local
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens per step, all processes."""
-        return self.batch * self.tokens * self.accumulation * self.processes
-
     def section(self, axis: str, value: str) -> dict[str, Any]:
         """Return the section of `ds_ckpt` for a value of an axis."""
         own = self.sections.get(f"{axis}/{value}")

@@ -58,7 +58,7 @@ def document(comparisons: Sequence[Judgement]) -> Document:
 def _cells(one: Judgement) -> list[str]:
     finals = [pair for pair in one.finals if all(map(math.isfinite, pair))]
     means = [f"{statistics.fmean(side):.4f}" for side in zip(*finals, strict=True)] or ["", ""]
-    fewer = f"{one.record.fewer_bytes:.2f}x" if one.candidate.lossy else ""
+    fewer = "" if one.candidate.settings.lossless else f"{one.record.fewer_bytes:.2f}x"
     return [one.candidate.name, one.describe_verdict(), _difference(one), *means, fewer]
 
 
@@ -66,7 +66,7 @@ def _difference(one: Judgement) -> str:
     diverged = sum(map(math.isinf, one.differences))
     if diverged:
         return f"{diverged} of {len(one.differences)} runs diverged"
-    if not one.candidate.lossy:
+    if one.candidate.settings.lossless:
         return "losses equal to the bit" if one.record.verdict == "identical" else "bits differ"
     span = _percent(one)
     if span is None:
@@ -93,7 +93,7 @@ def _conditions(comparisons: Sequence[Judgement]) -> list[str]:
     found = []
     for one in comparisons:
         configured, record = one.candidate.settings.warmup_steps, one.record
-        if one.candidate.lossy and configured > record.warm_up:
+        if not one.candidate.settings.lossless and configured > record.warm_up:
             found.append(
                 f"{one.candidate.name}: the uncompressed warm-up of {configured} steps was cut to "
                 f"{record.warm_up} in runs of {record.steps}"

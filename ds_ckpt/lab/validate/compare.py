@@ -57,7 +57,7 @@ def compare(plan: Plan, candidate: Contender, results: Results, margin: float) -
     gaps = [_difference(dense, ours, spec.metric) for dense, ours in pairs]
     verdict: Verdict
     interval, reason = None, ""
-    if candidate.lossy:
+    if not candidate.settings.lossless:
         verdict, interval = judge(gaps, margin, step=grid_step(task))
         reason = _unusable(pairs, spec.metric, margin)
         verdict = "inconclusive" if reason else verdict

@@ -151,11 +151,6 @@ class Contender:
     plugin: PluginConfig
     settings: ExchangeSettings
 
-    @property
-    def lossy(self) -> bool:
-        """Return True if gradients may differ; otherwise every bit of a run must be equal."""
-        return not self.settings.lossless
-
     def settings_for(self, spec: TaskSpec) -> ExchangeSettings:
         """Return the settings with the warm-up cut to a quarter of the run, or little is judged."""
         warm_up = min(self.settings.warmup_steps, spec.steps // 4)
@@ -163,7 +158,7 @@ class Contender:
 
     def warm_up(self, spec: TaskSpec) -> int:
         """Return the number of uncompressed steps of a run; 0 if nothing is lossy."""
-        return self.settings_for(spec).warmup_steps if self.lossy else 0
+        return 0 if self.settings.lossless else self.settings_for(spec).warmup_steps
 
 
 DENSE = Contender("dense", "", PluginConfig(), DENSE_SETTINGS)
@@ -187,7 +182,7 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Conte
         name = str(path.with_suffix("")) if taken else path.stem
         candidate = Contender(name, str(path), plugin, settings)
         changes_anything = method != "none" or plugin.activation.active
-        if not (candidate.lossy or (mode == "processes" and changes_anything)):
+        if candidate.settings.lossless and not (mode == "processes" and changes_anything):
             why = (
                 "uncompressed training would be compared with itself: virtual workers only compress"
             )
@@ -277,7 +272,7 @@ def train_virtual(plan: Plan, candidate: Contender, seed: int, progress: Progres
         candidate.settings_for(spec),
         workers=spec.world,
         accumulation=spec.accumulation,
-        sample_every=SAMPLE_EVERY if candidate.lossy else 0,
+        sample_every=0 if candidate.settings.lossless else SAMPLE_EVERY,
     )
     torch.set_flush_denormal(True)  # denormals are slow on many processors
     try:

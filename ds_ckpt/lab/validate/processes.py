@@ -92,7 +92,7 @@ def train_zero3(plan: Plan, candidate: Contender, seed: int, progress: Progress)
     engine, *_ = ds_ckpt.initialize(model=task.initial(seed), config=config)
     task.begin(seed)
     sampled: list[ResidualStats] = []
-    if candidate.lossy:
+    if not candidate.settings.lossless:
         session = ds_ckpt.session_of(engine)
         assert session is not None, "telemetry is on"
         session.observe(SAMPLE_EVERY, lambda step, left: sampled.append(left))
