@@ -70,10 +70,6 @@ class Removed:
     values: tuple[Any, ...] = ()
     constant: Any = None
 
-    def is_constant(self, value: Any) -> bool:
-        """Return whether a file may still have this value."""
-        return not self.values and value == self.constant and type(value) is type(self.constant)
-
 
 class Section(BaseModel):
     """One object of the configuration.
@@ -99,7 +95,8 @@ class Section(BaseModel):
             if new and raw.get(new) is None:
                 warn(f"{key}: former name of {new}, which the next release will refuse")
                 key = new
-            if gone and gone.is_constant(value):
+            is_same = gone and value == gone.constant and type(value) is type(gone.constant)
+            if gone and is_same and not gone.values:
                 warn(f"{key}: no effect: {gone.why}; {gone.remedy}")
                 continue
             if value is not None or key not in cls.model_fields:

@@ -331,7 +331,7 @@ def test_a_fallback_ends_a_warm_up_in_few_bits() -> None:
         sent.append(virtual.sent_bytes)
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[0] == steps[1] < 0.2 * steps[2] == 0.2 * steps[3]
-    assert not any(bool(r.any()) for state in virtual.residuals() for r in state.values())
+    assert not any(bool(r.any()) for f in virtual.feedbacks if f for r in f.state_dict().values())
 
 
 def test_kernels_of_the_warm_up_are_tried_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

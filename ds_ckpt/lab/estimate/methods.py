@@ -71,11 +71,6 @@ class PlanMethod:
         """AdamW's betas of the method's verdicts; None: the default."""
         return next((record.betas for record in self.records if record.betas), None)
 
-    @property
-    def distance(self) -> tuple[bool, float]:
-        """Distance from plain gradients: tuned betas, then the factor of fewer bytes."""
-        return self.betas is not None, max((r.fewer_bytes for r in self.records), default=1.0)
-
     @functools.lru_cache(maxsize=256)  # noqa: B019, methods are few
     def assignment(self, model: Model, world: int, hosts: int) -> Assignment:
         """Return the compressors of the model's parameters."""

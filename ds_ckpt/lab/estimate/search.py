@@ -150,11 +150,15 @@ class Setting:
 
     @property
     def distance(self) -> tuple[Any, ...]:
-        """Distance from plain DeepSpeed: rounded gradients, then the number of settings changed."""
+        """Distance from plain DeepSpeed, by what counts first.
+
+        Rounded gradients, the number of settings changed, tuned betas, the factor of fewer bytes.
+        """
         settings = self.method.settings
+        fewer_bytes = max((r.fewer_bytes for r in self.method.records), default=1.0)
         others = (self.weights == HPZ, self.offload, self.policy == OWN, self.divisor > 1)
         is_rounded = settings is not None and not settings.lossless
-        return is_rounded, self.sections, sum(others), *self.method.distance
+        return is_rounded, self.sections, sum(others), self.method.betas is not None, fewer_bytes
 
     def describe(self) -> str:
         """Describe the setting on one line."""

@@ -145,10 +145,10 @@ class Hardware:
         device = self.entry("accelerators", name.strip(), needed)
         return Cluster(text, int(nodes), int(local), device, far, hop)
 
-    def done(self, headline: str = "this names no cluster") -> None:
+    def done(self) -> None:
         """Raise ConfigError with all collected problems."""
         if self.problems:
-            raise ConfigError(self.problems, headline=headline)
+            raise ConfigError(self.problems, headline="this names no cluster")
 
 
 def _plain(name: str) -> str:

@@ -155,10 +155,6 @@ class VirtualWorkers:
         sums = [pair for each in taken for pair in each]
         return sum(before for before, _ in sums), sum(after for _, after in sums)
 
-    def residuals(self) -> list[dict[str, Tensor]]:
-        """Return every worker's committed residuals: flat fp32 by parameter name."""
-        return [f.state_dict() if f else {} for f in self.feedbacks]
-
 
 class InProcessWorld:
     """Virtual workers that train one model in place.
