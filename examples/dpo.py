@@ -1,4 +1,6 @@
-"""DPO with trl and LoRA: answers that are preferred over others; adapters off are the reference.
+"""DPO with trl and LoRA: preferred answers beside others.
+
+The model without adapters is the reference.
 
     pip install trl
     deepspeed --num_gpus 2 examples/dpo.py --steps 60
@@ -21,7 +23,7 @@ from corpus import small_llama
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import ds_ckpt.auto  # noqa: F401, importing it is all
+import ds_ckpt.auto  # noqa: F401, the import activates the plugin
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from corpus import batches, small_llama
 
-import ds_ckpt.auto  # noqa: F401, importing it is all
+import ds_ckpt.auto  # noqa: F401, the import activates the plugin
 
 ROWS, LENGTH = 2048, 128
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in eight minutes: ./scripts/gpu_check.sh [--json FILE] [--only CHECK ...]
+# What only a GPU can show, in eight minutes after the set-up: ./scripts/gpu_check.sh [--json FILE] [--only CHECK ...]
 #
 # From a bare machine with an NVIDIA driver, Python and a C++ compiler. PYTHON may name a Python that
 # has torch for CUDA already: then what else is needed goes into an environment beside it that sees
@@ -11,18 +11,20 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 json=gpu_check.json
 device=cuda
-for ((i = 1; i < $#; i++)); do
+for ((i = 1; i <= $#; i++)); do
   next=$((i + 1))
   case ${!i} in
     --json) json=${!next} ;;
+    --json=*) json=${!i#*=} ;;
     --device) device=${!next} ;;
+    --device=*) device=${!i#*=} ;;
   esac
 done
 case $json in /*) ;; *) json=$PWD/$json ;; esac
-rm -f "$json"
+begun=
 failed() {
   local status=$?
-  if [ "$status" != 0 ] && [ ! -e "$json" ]; then
+  if [ "$status" != 0 ] && { [ -z "$begun" ] || [ ! -e "$json" ]; }; then
     printf '{"date": "%s", "device": "%s", "checks": {}, "error": "%s"}\n' \
       "$(date -u '+%Y-%m-%d %H:%M UTC')" "$device" "${cause:-the set-up failed, see its output}" >"$json"
     printf 'gpu_check: %s\nwritten to %s\n' "${cause:-the set-up failed, see above}" "$json" >&2
@@ -37,7 +39,7 @@ refuse() {
 driver_cuda= # the newest CUDA that the driver runs
 if [ "$device" = cuda ]; then
   command -v nvidia-smi >/dev/null || refuse "nvidia-smi is missing: install an NVIDIA driver."
-  driver_cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9][0-9.]*\).*/\1/p' | head -n 1)
+  driver_cuda=$({ nvidia-smi || true; } | sed -n 's/.*CUDA Version: *\([0-9][0-9.]*\).*/\1/p' | head -n 1)
   [ -n "$driver_cuda" ] || refuse "nvidia-smi shows no CUDA version: the driver does not run."
 fi
 command -v nvcc >/dev/null || export DS_IGNORE_CUDA_DETECTION=1
@@ -71,4 +73,6 @@ if [ "$device" = cuda ]; then
       "(its version ends in +cu${driver_cuda%%.*}, then one digit): PYTHON=... $0"
 fi
 cd "$root"
+begun=1
+rm -f "$json"
 "$venv/bin/python" -m benchmarks.gpu_check "$@" --json "$json"

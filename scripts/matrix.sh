@@ -96,7 +96,7 @@ row() {
   environment "$name" "$base" "$5" || return
   local PATH="$base/bin:$PATH" # for ninja
   if [ -n "$prepare" ]; then
-    DS_ACCELERATOR=cpu "$python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+    DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$folder/$name/torch_extensions" "$python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
     return
   fi
   rm -f "$result".*

@@ -55,11 +55,13 @@ def parse_rate(text: str) -> float | None:
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Pause garbage collection: imports and fake tensors make many objects that stay."""
+    before = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if before:
+            gc.enable()
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

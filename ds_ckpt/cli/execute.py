@@ -42,8 +42,9 @@ def execute(
         variables = environment.with_plugin(os.environ, content, reached)
         with environment.reported_compiling():
             code = _run(command, variables)
+            code = code if code >= 0 else 128 - code  # a shell's code for a signal
         if not reached.exists():
-            why = f"The command failed before, with exit status {code}."
+            why = f"The command failed before that call, with exit status {code}."
             if code == 0:
                 why = (
                     "Either nothing here trains with DeepSpeed, or something replaces PYTHONPATH, "
@@ -54,7 +55,7 @@ def execute(
                 f"plugin. {why}",
                 err=True,
             )
-    raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
+    raise typer.Exit(code)
 
 
 def _warn_of_stale_environment_file() -> None:

@@ -166,21 +166,27 @@ def _check_codec(codec: Any) -> None:
         size = codec.packed_bytes(numel)
         if size % 8:
             raise ValueError(f"{codec.name}.packed_bytes({numel}) is {size}, no multiple of 8")
-        before = torch.linspace(-1, 2, 2 * numel).view(2, numel)
+        before = torch.linspace(-1, 2, 2 * numel, dtype=torch.float32, device="cpu").view(2, numel)
         after, again = before.clone(), before.clone()
-        out = torch.full((2, size), 0x55, dtype=torch.uint8)
+        out = torch.full((2, size), 0x55, dtype=torch.uint8, device="cpu")
         other = torch.full_like(out, 0xAA)
-        codec.pack_rows(after, out)
-        codec.pack_rows(again, other)
-        if not out.equal(other):
-            raise ValueError(f"{codec.name}.pack_rows does not write every byte of {numel} entries")
         decoded = torch.zeros_like(before)
-        for row, into in zip(out, decoded, strict=True):
-            codec.unpack_add_rows(row[None], into)
+        try:
+            codec.pack_rows(after, out)
+            codec.pack_rows(again, other)
+            for row, into in zip(out, decoded, strict=True):
+                codec.unpack_add_rows(row[None], into)
+        except Exception as error:
+            raise ValueError(
+                f"{codec.name} fails with {numel} entries on the CPU: {error}"
+            ) from error
+        if not out.equal(other):
+            found = "wrote different bytes: some are unwritten, or random"
+            raise ValueError(f"{codec.name}.pack_rows: two calls with {numel} entries {found}")
         if not torch.allclose(after + decoded, before, atol=1e-5):
             raise ValueError(
-                f"{codec.name}: of {numel} entries something is lost: values after pack_rows plus "
-                "the decoded payload are not the values before"
+                f"{codec.name}.pack_rows loses a part of {numel} entries: values after it plus the "
+                "decoded payload are not the values before"
             )
 
 

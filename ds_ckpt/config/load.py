@@ -47,7 +47,12 @@ def load_file(path: str | Path) -> dict[str, Any]:
         )
         where, why = f"{name}:{error.lineno}:{error.colno}", f"not strict JSON: {error.msg.lower()}"
         if not text.strip():
-            where, found, why, remedy = name, "an empty file", "nothing was saved in it", _WRITE
+            where, found, why, remedy = (
+                name,
+                "an empty file",
+                "a configuration is one JSON object",
+                _WRITE,
+            )
         problems = [Problem(where, found, why, remedy)]
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError included
         problems = [Problem(name, "no JSON", str(error)[:200], "save the file as JSON in UTF-8")]

@@ -253,8 +253,11 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 _NARROW = 512
-"""Matrices below this width are not worth a condition."""
-_UNSAVED = "nothing is compressed in square matrices of {0} x {0} entries or less"
+"""Condition only from this width on: smaller matrices are a small part of a model."""
+_UNSAVED = "with one rank per node square matrices of {0} x {0} entries or less stay uncompressed"
+
+
+_ROUNDED = "int8 residuals from 2^30 entries per rank on; verdicts were measured with fp32"
 
 
 def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]:
@@ -273,6 +276,8 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     monitors = (key for key in _MONITORS if _ON(lookup(config, (key, "enabled"))))
     rank = lookup(config, ("ds_ckpt", "compression", "powersgd", "rank"))
     narrow = 8 * (rank or 0) * (compression.method == "powersgd")
+    rounds = compression.lossy and compression.error_feedback.enabled
+    rounds = rounds and compression.error_feedback.dtype == "auto"
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
         (attaches and config.get("pipeline"), "$.pipeline", "a PipelineModule's engine is refused"),
@@ -283,6 +288,7 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
         (split and not written, f"{DEEPSPEEDS}.partition_activations", f"{needs} or is ignored"),
         (compresses, f"{OURS}.compression", "kernels must run, and residuals fit into memory"),
         (compression.rules, f"{OURS}.compression.rules", "each must match parameters"),
+        (rounds, f"{OURS}.compression.error_feedback.dtype", _ROUNDED),
         (narrow > _NARROW, f"{OURS}.compression.powersgd.rank", _UNSAVED.format(narrow)),
         (two_levels, f"{OURS}.compression.exchange.levels", "2 needs nodes of equally many ranks"),
         (weights.resident, f"{OURS}.weights.resident", f"{nodes} equally many ranks, and memory"),

@@ -105,7 +105,7 @@ def test_exit_codes_and_the_last_line() -> None:
     done = command("--", "sh", "-c", "exit 7")
     assert done.returncode == 7
     assert "no process on this node called deepspeed.initialize" in done.stderr
-    assert "failed before, with exit status 7" in done.stderr
+    assert "failed before that call, with exit status 7" in done.stderr
     assert "own sitecustomize.py in front" in command("--", "true").stderr
     done = command("--", "sh", "-c", 'touch "$PYTHON_DS_CKPT_REACHED"; kill -9 $$')
     assert done.returncode == 128 + 9

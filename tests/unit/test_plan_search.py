@@ -143,6 +143,7 @@ def test_a_cluster_is_read_from_its_text() -> None:
     assert named("4 nodes x 8 a100 40GB, 25 Gbps, 5 us")[2:4] == (40e9, 25e9)
     assert named("2 nodes x 1 3090, 100 Mb/s, 20 ms") == (2, 1, 24e9, 1e8, 0.02)
     assert named("1 node x 8 H200")[:3] == (1, 8, 141e9)
+    assert known.cluster("4 nodes x 8 A100, 100 GB/s", NEEDED) is None  # bytes
     kinds = {f.what: f.kind for f in known.entry("accelerators", "L40S").figures()}
     assert kinds["L40S 48 GB: memory_bytes"] == "data sheet"
     assert kinds["L40S 48 GB: share_of_peak"] == "guess"

@@ -92,6 +92,7 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
         "$.ds_ckpt.activation",
         "$.activation_checkpointing.partition_activations",
         "$.ds_ckpt.compression",
+        "$.ds_ckpt.compression.error_feedback.dtype",
         "$.ds_ckpt.compression.powersgd.rank",
         "$.ds_ckpt.compression.exchange.levels",
         "$.ds_ckpt.weights.resident",

@@ -70,7 +70,7 @@ def least(blocks: Sequence[Sequence[Option]], room: Room) -> tuple[int, list[int
 
 
 class Front:
-    """Choices of which no other needs as little and costs as little, for any budget."""
+    """Pareto front of choices by bytes needed and cost, for any budget."""
 
     def __init__(self, blocks: Sequence[Sequence[Option]], tail: int, limit: int = LIMIT) -> None:
         arrays = {  # most blocks share one list

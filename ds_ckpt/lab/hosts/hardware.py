@@ -22,7 +22,7 @@ HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _CLUSTER = re.compile(
-    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])b(?:it/s|ps|/s))?"
+    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])(?-i:b)(?:it/s|ps|/s))?"
     rf"(?:, ?{_NUMBER} ?([um])s)?",
     re.IGNORECASE,
 )

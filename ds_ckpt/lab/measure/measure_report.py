@@ -46,7 +46,8 @@ _SCREEN = ("step_s", "link_bytes", "stored_weight_bytes", "peak_bytes")
 """Figures of the terminal's table."""
 _NOTE = (
     "Steps and parts are means over the middle half. 95% intervals resample repetitions "
-    "(jackknife). MB are 10^6 bytes. link: bytes to other nodes, counted at the collectives. "
+    "(jackknife). MB are 10^6 bytes. link: bytes to other nodes (on one "
+    "node, to other ranks), counted at the collectives. "
     "dense: every gradient sent once; no_comm: no gradient is sent. docs/measuring.md defines the "
     "figures, and lists what they do not show."
 )

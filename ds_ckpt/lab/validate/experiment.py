@@ -213,9 +213,9 @@ class Plan:
         about = environment(self.mode)
         for name in candidate.plugin.compression.methods_used():
             module = methods()[name].__module__ if name in methods() else "ds_ckpt."
-            if not module.startswith("ds_ckpt."):  # no version of ours tells that it has changed
+            if not module.startswith("ds_ckpt."):  # its changes are in no version above
                 file = getattr(sys.modules[module], "__file__", None)
-                about[module] = Path(file).read_text(encoding="utf-8") if file else ""
+                about[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
         run = self.task.digest, settings, recomputed, seed, self.mode, about
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
