@@ -1,6 +1,4 @@
-"""DPO with trl and LoRA: preferred answers beside others.
-
-The model without adapters is the reference.
+"""DPO with trl and LoRA; the reference is the model without adapters.
 
     pip install trl
     deepspeed --num_gpus 2 examples/dpo.py --steps 60

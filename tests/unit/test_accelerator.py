@@ -316,7 +316,7 @@ def test_residuals_are_there_before_the_first_step(residual_dtype, local) -> Non
         exchange.reserve(shapes, torch.device("cpu"))
     before = [feedback.nbytes for feedback in world.feedbacks]
     assert all(before)
-    assert not any(feedback.holds("p0") for feedback in world.feedbacks)
+    assert not any(feedback.has_residual("p0") for feedback in world.feedbacks)
     for step in range(3):
         world.reduce(_names(4), _gradients(2 * local, step))
         world.commit()
@@ -324,5 +324,5 @@ def test_residuals_are_there_before_the_first_step(residual_dtype, local) -> Non
     # a step that sends everything leaves no residual and frees no memory
     world.reduce(_names(4), _gradients(2 * local, 3), choose=lambda name, shape: None)
     world.commit()
-    assert not any(feedback.holds("p0") for feedback in world.feedbacks)
+    assert not any(feedback.has_residual("p0") for feedback in world.feedbacks)
     assert [feedback.nbytes for feedback in world.feedbacks] == before

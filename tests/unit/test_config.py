@@ -284,4 +284,6 @@ def test_a_file_that_is_not_strict_json_is_refused(tmp_path, text, places) -> No
     found = [problem.where.replace(str(path), "FILE") for problem in caught.value.problems]
     assert all(a.startswith(b) for a, b in zip(found, places, strict=True)), found
     assert all(p.why and p.remedy and p.found for p in caught.value.problems)
-    assert text or "found an empty file\n    why: nothing was saved in it" in str(caught.value)
+    assert text or "found an empty file\n    why: a configuration is one JSON object" in str(
+        caught.value
+    )

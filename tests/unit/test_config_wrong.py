@@ -40,7 +40,7 @@ _BY_HAND: dict[str, list[Any]] = {
 }
 """Wrong values of keys that take no number, switch or name alone."""
 _SCHEMA = json_schema()
-_TAKES_AUTO = ("ds_ckpt", "when", "levels", "policy", "deltas", "resident")
+_TAKES_AUTO = ("ds_ckpt", "dtype", "when", "levels", "policy", "deltas", "resident")
 
 
 def _wrong_for(key: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:

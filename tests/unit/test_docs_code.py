@@ -251,6 +251,24 @@ def test_the_readme_is_short() -> None:
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", _FENCE.sub("", text))
     figures = re.findall(r"(?<![\w.-])\d[\d.,]*(?: (?:GiB|MB|s|bits?)\b|%|x)?", prose)
     assert len(figures) <= 30, figures
+    results = (ROOT / "benchmarks/results/weight_bytes.txt").read_text()
+    for figure in re.findall(r"\b([\d.]+) MB a node and step become ([\d.]+)", text)[0]:
+        assert figure in {f"{float(n):.3g}" for n in re.findall(r"\| ([\d.]+) \|", results)}
+
+
+@pytest.mark.slow
+def test_the_readmes_table_is_what_its_command_prints() -> None:
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^(ds-ckpt profile llama-7b .*\\\n.*)$", text, re.M)
+    row = r"^ (none|selective|configured) +4096 x (\d) .* ([\d.]+) GiB +(yes|no) "
+    rows = re.findall(row, _run(command.replace("\\\n", "")), re.M)
+    printed = {(policy, size): (peak, fits) for policy, size, peak, fits in rows}
+    table = re.findall(r"^\| (?:Deep|with).*\|(.*GiB.*)\|(.*GiB.*)\|$", text, re.M)
+    for policy, cells in zip(("none", "selective", "configured"), table, strict=True):
+        for size, cell in zip("14", cells, strict=True):
+            peak, fits = printed[policy, size]
+            found = re.findall(r"([\d.]+) GiB: (fits|no)", cell)
+            assert found == [(peak, "fits" if fits == "yes" else "no")], (policy, size)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)

@@ -82,7 +82,7 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
             settings,
             world.transports[p],
             world.virtual.transports[p],
-            settings.residuals(p, holds=False),
+            settings.residuals(p, defers=False),
             current_step=lambda: 1,
             in_host=world.exchanges[p]._in_host,
         )
