@@ -39,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 def python(program: str, path: str) -> str:
     """Return the output of a Python that `exec` starts with this PYTHONPATH."""
-    env = environment.with_plugin({"PYTHONPATH": path}, None, Path("/nowhere/reached"))
+    env = environment.with_plugin(
+        {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": path}, None, Path("/nowhere/reached")
+    )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=env, cwd=path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
