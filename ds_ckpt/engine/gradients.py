@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -64,10 +63,8 @@ class Gradients:
         self._exchanges_once = managed and settings.defers_exchange(
             engine.gradient_accumulation_steps()
         )
-        dense = {BY_DEEPSPEED} if self._exchanges_once else {BY_DEEPSPEED, UNCOMPRESSED}
-        kept = (t for t in self.assignment.tensors if t.how not in dense)
-        entries = sum(math.prod(t.shape) for t in kept) // groups.local
         rank, defers = dist.get_rank(group), self._exchanges_once
+        entries = sum(self.assignment.residual_numels(defers=defers)) // groups.local
         self.feedback = settings.residuals(rank, defers=defers, entries=entries)
         inside = groups.inside
         tuner, device = None, torch.empty(0, device=engine.device).device  # with its index

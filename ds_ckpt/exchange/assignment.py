@@ -80,6 +80,11 @@ class Assignment:
         """Sent bytes as a share of dense bytes."""
         return self.sent_bytes / max(self.dense_bytes, 1)
 
+    def residual_numels(self, *, defers: bool) -> list[int]:
+        """Return the sizes of tensors with a residual; uncompressed ones have one if deferred."""
+        without = {BY_DEEPSPEED} if defers else {BY_DEEPSPEED, UNCOMPRESSED}
+        return [math.prod(t.shape) for t in self.tensors if t.how not in without]
+
     def buffer_bytes(self, bucket: int, world: int, local: int, *, in_place: bool) -> int:
         """Return about the bytes that exchanging a bucket takes: packets both ways, sums in fp32.
 

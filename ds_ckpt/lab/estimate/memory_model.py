@@ -23,7 +23,7 @@ from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
 from ds_ckpt.config.paths import BF16, is_auto, lookup
 from ds_ckpt.errors import ConfigError, Problem
-from ds_ckpt.exchange.assignment import UNCOMPRESSED, Assignment
+from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import ExchangeSettings, embeddings_of
 from ds_ckpt.zero3.resident import host_copy_bytes, transient_bytes
 
@@ -273,7 +273,7 @@ def exchange_memory(
     """Return the bytes of residuals and their rollback copy, of exchanging a bucket, and NCCL's."""
     defers = settings.defers_exchange(accumulation)
     local, nodes = dividing_ranks(settings, world, hosts), hosts or world
-    kept = [math.prod(t.shape) for t in assignment.tensors if defers or t.how != UNCOMPRESSED]
+    kept = assignment.residual_numels(defers=defers)
     elements = sum(kept)
     if local > 1:
         elements = sum(math.ceil(n / world) * (world // local) for n in kept)
