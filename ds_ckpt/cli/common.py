@@ -70,7 +70,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def disk_full(error: OSError) -> str:
     """Describe a full disk on one line."""
     where = f" for {error.filename}" * bool(error.filename)
-    return f"{error.strerror}{where}: free some, then run the same command again"
+    return f"{error.strerror}{where}: free some space, then run the same command again"
 
 
 @contextlib.contextmanager

@@ -69,8 +69,8 @@ def plan(
     other_output: Annotated[
         Path | None,
         typer.Option(
-            help="DeepSpeed JSON file to write: the best settings of the other kind, with ds_ckpt "
-            "or without."
+            help="DeepSpeed JSON file to write: the best without ds_ckpt, or with it if those of "
+            "--output are without."
         ),
     ] = None,
     details: Annotated[
@@ -113,7 +113,8 @@ def plan(
             if path is None:
                 continue
             if one is None:
-                typer.echo(f"{path} is not written: no setting of the other kind fits", err=True)
+                kind = "without" if best.setting.sections else "with"
+                typer.echo(f"{path} is not written: no setting {kind} ds_ckpt fits", err=True)
                 continue
             file = deepspeed_file(question, one.setting, one.plan)
             text = json.dumps(file, indent=2) + "\n"

@@ -105,9 +105,9 @@ def _deepspeeds_problems(config: Mapping[str, Any], ranks: int | None) -> Iterat
     from ds_ckpt.config.paths import join, lookup, nearest, show
     from ds_ckpt.errors import Problem
     from ds_ckpt.fields import warn
-    from ds_ckpt.zero3.settings import refusals, top_level_keys
+    from ds_ckpt.zero3.settings import possible_keys, refusals
 
-    known = top_level_keys()
+    known = possible_keys()
     for key in config:
         if key not in known and (right := nearest(key, known, cutoff=0.82)):
             warn(f'{join("$", key)}: DeepSpeed ignores this key; did you mean "{right}"?')

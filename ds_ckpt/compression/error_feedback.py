@@ -102,7 +102,7 @@ class Feedback:
         return self.accumulates and self.dtype == "fp32" and not self.on_host
 
     def has_residual(self, name: str) -> bool:
-        """Return whether a residual exists for `name`, from earlier steps or from this one."""
+        """Return whether accumulated gradients of `name` wait, of earlier steps or of this one."""
         residual = self._residuals.get(name)
         if residual is None or not self.accumulates:
             return False

@@ -92,7 +92,7 @@ def gathers_a_parameter(interval: Interval) -> float:
 
 @step_field
 def exchange_s(interval: Interval) -> Value | None:
-    """Return the seconds per step, by section of the exchange; None without an exchange."""
+    """Return the seconds per step, by section of the exchange; None if it is untimed."""
     found = {name: interval.part_s(name) for name in SECTIONS} if interval.timed else {}
     return found if any(found.values()) else None
 

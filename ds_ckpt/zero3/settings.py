@@ -22,7 +22,7 @@ _LAST = ("type", "zero_optimization", *_BATCH)
 _SECTIONS = ("flops_profiler", "comms_logger")  # our rules refuse misspelt names of others
 
 
-def top_level_keys() -> set[str]:
+def possible_keys() -> set[str]:
     """Return DeepSpeed's constants, among them the keys of its configuration, and some sections."""
     from deepspeed.runtime import constants
 
