@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.lab import workload
+from ds_ckpt.lab.validate.data import Text
 from ds_ckpt.weights import lossless
 
 RATES = (1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 
 
-def changed(model: torch.nn.Module, corpus: Any, rate: float, steps: int) -> tuple[Tensor, Tensor]:
+def changed(model: torch.nn.Module, text: Text, rate: float, steps: int) -> tuple[Tensor, Tensor]:
     """The bf16 weights before and after the last of some steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
@@ -35,11 +36,8 @@ def changed(model: torch.nn.Module, corpus: Any, rate: float, steps: int) -> tup
     before = after = torch.empty(0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10)
-        data = workload.training_batch(
-            corpus.train, sequences=4, sequence_length=128, seed=7, step=step, process=0
-        )
         optimizer.zero_grad()
-        model(input_ids=data, labels=data).loss.backward()
+        model(**text.batch(7, step, 0, 4)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         before = _flat(model)
         optimizer.step()
@@ -107,7 +105,7 @@ def main() -> None:
     torch.empty(1 << 24)  # once it is freed, malloc keeps what the coder frees, as in training
     torch.set_flush_denormal(True)
     model = workload.llama(seed=0)
-    corpus = workload.embedded_corpus()
+    text = Text.of(workload.embedded_corpus(), 128)
     print(f"Llama, {workload.count_parameters(model):,} parameters, torch {torch.__version__}\n")
     print("| learning rate | bits | entropy | encode ns | decode ns | zlib | ns |")
     print("|---|---|---|---|---|---|---|")
@@ -115,7 +113,7 @@ def main() -> None:
     for rate in RATES:
         if state:
             model.load_state_dict(state)
-        old, new = changed(model, corpus, rate, options.after if state else options.steps)
+        old, new = changed(model, text, rate, options.after if state else options.steps)
         state = state or {name: t.clone() for name, t in model.state_dict().items()}
         print(row(rate, old, new), flush=True)
 

@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
@@ -150,46 +149,6 @@ def _docstrings(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or ""
             yield docstring.encode(errors="replace").decode()  # lone surrogates cannot be encoded
-
-
-def training_batch(
-    text: bytes | torch.Tensor,
-    sequences: int,
-    sequence_length: int,
-    seed: int,
-    step: int,
-    process: int,
-) -> torch.Tensor:
-    """Draw random windows: int64 [sequences, sequence_length], on the CPU.
-
-    They depend on (seed, step, process) alone. Raises ConfigError if the text is too short.
-    """
-    tokens = _tokens(text, sequence_length)
-    # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy.
-    random = np.random.default_rng([seed, step, process])
-    starts = random.integers(0, len(tokens) - sequence_length, size=sequences)
-    return torch.stack([tokens[start : start + sequence_length] for start in starts]).long()
-
-
-def evaluation_batches(
-    text: bytes | torch.Tensor, sequences: int, sequence_length: int, batches: int
-) -> Iterator[torch.Tensor]:
-    """Yield fixed windows, spread evenly over the text, as `training_batch` returns them."""
-    tokens = _tokens(text, sequence_length)
-    starts = np.linspace(0, len(tokens) - sequence_length, num=batches * sequences).astype(np.int64)
-    for rows in starts.reshape(batches, sequences):
-        yield torch.stack([tokens[s : s + sequence_length] for s in rows]).long()
-
-
-def _tokens(text: bytes | torch.Tensor, sequence_length: int) -> torch.Tensor:
-    """Return the ids of a text: bytes, or a tokenizer's."""
-    if len(text) <= sequence_length:
-        found, why = f"{len(text)} tokens", f"a sequence takes {sequence_length}"
-        remedy = "give a longer text or a shorter sequence length"
-        raise ConfigError(Problem("text", found, why, remedy))
-    if isinstance(text, torch.Tensor):
-        return text
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def llama(

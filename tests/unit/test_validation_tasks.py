@@ -20,7 +20,7 @@ from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings
 from ds_ckpt.exchange.metric import EVERY
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.validate import world as worlds
-from ds_ckpt.lab.validate.data import Examples, has_labels, read_labelled, read_text
+from ds_ckpt.lab.validate.data import Examples, Text, has_labels, read_labelled, read_text
 from ds_ckpt.lab.validate.experiment import train
 from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
@@ -88,7 +88,7 @@ def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: bytes, 
 def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("\n \n".join("words " * 500 for _ in range(40)))  # about 12 kB are held out
-    with pytest.raises(ConfigError, match="shorter sequence length"):
+    with pytest.raises(ConfigError, match="shorter --length"):
         open_task(make_spec("language", data=path, length=16_000))
     path.write_text("short")
     with pytest.raises(ConfigError, match="20 of about 2 kB"):
@@ -225,8 +225,10 @@ def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:
 
 
 def test_batches_depend_on_seed_step_and_process_only(corpus: workload.Corpus) -> None:
+    text = Text.of(corpus, 64)
+
     def batch(seed: int, step: int, process: int) -> torch.Tensor:
-        return workload.training_batch(corpus.train, 3, 64, seed, step, process)
+        return text.batch(seed, step, process, 3)["input_ids"]
 
     first = batch(1, 5, 0)
     assert torch.equal(first, batch(1, 5, 0))
@@ -234,7 +236,7 @@ def test_batches_depend_on_seed_step_and_process_only(corpus: workload.Corpus) -
     for other in (batch(1, 6, 0), batch(1, 5, 1), batch(2, 5, 0)):
         assert not torch.equal(first, other)
     with pytest.raises(ConfigError, match="a sequence takes 64"):
-        workload.training_batch(b"x" * 64, 1, 64, seed=0, step=0, process=0)
+        Text.of(workload.Corpus("x", b"x" * 64, b"x"), 64)
 
 
 @pytest.mark.parametrize("content", [None, "", "a short text\n\n"])

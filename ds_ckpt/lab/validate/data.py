@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ _OPTION = "--data"
 
 @dataclass(frozen=True)
 class Text:
-    """A text for language modelling: random windows to train on, fixed ones held out.
+    """A text for language modelling: random windows of `length` to train on, fixed ones held out.
 
-    `train` and `heldout` are vectors of token ids; `length` is that of a sequence.
+    `train` and `heldout` are vectors of token ids.
     """
 
     train: Tensor
@@ -52,26 +52,40 @@ class Text:
 
     @classmethod
     def of(cls, corpus: Corpus, length: int, encode: Encode | None = None) -> Text:
-        """Build it with the ids of a tokenizer, or with bytes as tokens."""
+        """Build it with a tokenizer's ids, or with bytes. ConfigError if it is too short."""
 
         def ids(side: bytes) -> Tensor:
             if encode is None:
-                return torch.frombuffer(bytearray(side), dtype=torch.uint8)
-            return torch.tensor(encode(side.decode(errors="replace")))
+                found = torch.frombuffer(bytearray(side), dtype=torch.uint8)
+            else:
+                found = torch.tensor(encode(side.decode(errors="replace")))
+            if len(found) <= length:
+                why, remedy = (
+                    f"a sequence takes {length}",
+                    "give a longer text or a shorter --length",
+                )
+                raise _refused(f"{len(found)} tokens", why, remedy)
+            return found
 
         train, heldout = ids(corpus.train), ids(corpus.heldout)
         return cls(train, heldout, length, corpus.source, corpus.sha256)
 
     def batch(self, seed: int, number: int, worker: int, rows: int) -> Inputs:
         """Return micro-batch `number` of a worker."""
-        ids = workload.training_batch(self.train, rows, self.length, seed, number, worker)
-        return {"input_ids": ids, "labels": ids}
+        # numpy's seed sequence mixes the three numbers; its streams are fixed by its own policy
+        random = np.random.default_rng([seed, number, worker])
+        return self._windows(self.train, random.integers(0, len(self.train) - self.length, rows))
 
     def evaluation(self) -> Iterator[Inputs]:
-        """Yield the held-out batches, always the same."""
-        sizes = _EVALUATION_SEQUENCES, self.length, EVALUATION_BATCHES
-        for ids in workload.evaluation_batches(self.heldout, *sizes):
-            yield {"input_ids": ids, "labels": ids}
+        """Yield the held-out batches, always the same: windows spread evenly over the text."""
+        count, last = EVALUATION_BATCHES * _EVALUATION_SEQUENCES, len(self.heldout) - self.length
+        starts = np.linspace(0, last, num=count).astype(np.int64)
+        for rows in starts.reshape(EVALUATION_BATCHES, -1):
+            yield self._windows(self.heldout, rows)
+
+    def _windows(self, ids: Tensor, starts: Iterable[int]) -> Inputs:
+        rows = torch.stack([ids[start : start + self.length] for start in starts]).long()
+        return {"input_ids": rows, "labels": rows}
 
 
 @dataclass(frozen=True)
