@@ -17,7 +17,7 @@ import pytest
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.hosts import emulated, probe
 from ds_ckpt.lab.hosts.backends import INTERFACE, Hostfile
-from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, HostsError, tool
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, HostError, tool
 from ds_ckpt.lab.hosts.launcher import LaunchError, run
 from ds_ckpt.lab.hosts.probe import Pair
 from tests.hosts.conftest import processes
@@ -180,7 +180,7 @@ def test_what_is_missing_is_named(pdsh, absent, reasons, monkeypatch) -> None:
     found = emulated.missing(pdsh=pdsh)
     assert all(map(str.startswith, found, reasons)), found
     assert len(found) == len(reasons)
-    with pytest.raises(HostsError, match="nodes cannot be emulated here"):
+    with pytest.raises(HostError, match="nodes cannot be emulated here"):
         EmulatedHosts(2, pdsh=pdsh).__enter__()
 
 
@@ -200,7 +200,7 @@ def test_a_node_that_does_not_start_is_the_reason_and_nothing_is_left(
     assert re.search(shown, emulated._refusal.__wrapped__(), re.DOTALL)
     monkeypatch.setattr(emulated, "_refusal", str)
     hosts = EmulatedHosts(3)
-    with pytest.raises(HostsError, match=f"(?s){shown}"):
+    with pytest.raises(HostError, match=f"(?s){shown}"):
         hosts.__enter__()
     assert hosts.folder == Path()
     _becomes(before)

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 import ds_ckpt
-from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.errors import ConfigError, DsCkptError, Problem
 
 MASTER_PORT = 29500
 SSH_S = 12.0
@@ -31,6 +31,12 @@ HEADER_BYTES = 66
 """Headers of a packet: Ethernet 14, IPv4 20, TCP with timestamps 32."""
 _ROUTES = Path("/proc/self/net/route")
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class HostError(DsCkptError, RuntimeError):
+    """A node cannot take part, be emulated or be ended, or has dropped out."""
+
+    headline = "not every node can take part"
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ from pathlib import Path
 
 import psutil
 
-from ds_ckpt.errors import ConfigError, DsCkptError, Problem
+from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts.backends import (
     INTERFACE,
     MASTER_PORT,
     Backend,
+    HostError,
     Prepared,
     environment,
     exported,
@@ -80,12 +81,6 @@ exec "$4" -D -e -f "$1/$2.sshd"
 """
 
 
-class HostsError(DsCkptError, RuntimeError):
-    """Hosts cannot be emulated here, or one of them did not come up or go down."""
-
-    headline = "the emulated nodes"
-
-
 def missing(*, pdsh: bool = False) -> list[str]:
     """Return why nodes, or nodes that pdsh reaches, cannot be emulated here; empty if they can."""
     if sys.platform != "linux":
@@ -106,7 +101,7 @@ def _refusal() -> str:
     hosts = EmulatedHosts(1)
     try:
         hosts._up()
-    except HostsError as error:
+    except HostError as error:
         return f"{error.problems[0].where}: {error.problems[0].found}"
     finally:
         hosts.end()
@@ -147,7 +142,7 @@ class EmulatedHosts(Backend):
 
     Rates are in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited. With
     `pdsh` a leading `deepspeed` starts its ranks over pdsh instead of directly.
-    Entering raises HostsError if `missing()` has reasons or a host does not come up.
+    Entering raises HostError if `missing()` has reasons or a host does not come up.
     """
 
     def __init__(
@@ -171,11 +166,11 @@ class EmulatedHosts(Backend):
             why = "each node is a network, process and mount namespace" + ", with sshd" * self.pdsh
             remedy = "fix the cause above, or use a hostfile or --loopback"
             problem = Problem("this machine", "; ".join(reasons), why, remedy)
-            raise HostsError(problem, headline="nodes cannot be emulated here")
+            raise HostError(problem, headline="nodes cannot be emulated here")
         try:
             self._up()
         except BaseException:
-            with contextlib.suppress(HostsError):  # the first error is the cause
+            with contextlib.suppress(HostError):  # the first error is the cause
                 self.end()
             raise
         return self
@@ -195,7 +190,7 @@ class EmulatedHosts(Backend):
             if time.monotonic() > limit:
                 found = f"processes that outlive their nodes by {_UP_S:.0f} s"
                 remedy = "end what blocks them"
-                raise HostsError(Problem(str(self.folder), found, "they were killed", remedy))
+                raise HostError(Problem(str(self.folder), found, "they were killed", remedy))
             time.sleep(0.02)
         self._first.clear()
         self._pids.clear()
@@ -335,7 +330,7 @@ class EmulatedHosts(Backend):
             time.sleep(0.01)
         found = f"no process inside, exit code {process.returncode}: {log.read_text().strip()}"
         remedy = "check that this machine allows namespaces and mounts in them"
-        raise HostsError(Problem(shlex.join(argv), found, "it makes the namespaces", remedy))
+        raise HostError(Problem(shlex.join(argv), found, "it makes the namespaces", remedy))
 
     def _wait_for(self, host: Host, up: list[str]) -> None:
         limit = time.monotonic() + _UP_S
@@ -344,7 +339,7 @@ class EmulatedHosts(Backend):
                 log = (self.folder / f"{host.name}.log").read_text().strip()
                 found = f"its first process ended or is not up after {_UP_S:.0f} s: {log}"
                 why = f"`{shlex.join(up)}` fails: {result.stderr.strip()}"
-                raise HostsError(Problem(host.name, found, why, "fix what that reports"))
+                raise HostError(Problem(host.name, found, why, "fix what that reports"))
             time.sleep(0.05)
 
 
@@ -377,12 +372,12 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _call(argv: Sequence[str]) -> None:
-    """Run a tool; HostsError with its output if it fails."""
+    """Run a tool; HostError with its output if it fails."""
     result = _run(argv)
     if result.returncode:
         found = f"exit code {result.returncode}: {result.stderr.strip()}"
         remedy = "check that the nodes are up and this kernel supports the command"
-        raise HostsError(Problem(" ".join(argv), found, "it makes nodes and their links", remedy))
+        raise HostError(Problem(" ".join(argv), found, "it makes nodes and their links", remedy))
 
 
 def _environment() -> dict[str, str]:

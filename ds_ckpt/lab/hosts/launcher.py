@@ -29,7 +29,7 @@ import psutil
 
 from ds_ckpt.environment import clear_stale_locks
 from ds_ckpt.errors import DsCkptError, Problem
-from ds_ckpt.lab.hosts.backends import SSH_S, Backend, Prepared
+from ds_ckpt.lab.hosts.backends import SSH_S, Backend, HostError, Prepared
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
 
 LOG = "launch.log"
@@ -67,12 +67,6 @@ interface = next((r[0] for r in sorted(routes, key=lambda r: r[1] != "00000000")
 found = {"versions": versions, "time_s": now, "address": address, "interface": interface}
 print(json.dumps(found))
 """
-
-
-class HostError(DsCkptError, RuntimeError):
-    """A host cannot take part, or has dropped out."""
-
-    headline = "not every node can take part"
 
 
 class LaunchError(DsCkptError, RuntimeError):
