@@ -217,9 +217,7 @@ def _interval(value: Ratio, others: Sequence[Ratio], quantile: float) -> Estimat
         return Estimate(n / d if d > 0 else math.nan, math.nan, math.nan)
 
     def covariance(one: Sequence[float], other: Sequence[float]) -> float:
-        a, b = statistics.fmean(one), statistics.fmean(other)
-        products = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
-        return products * (len(others) - 1) / len(others)
+        return statistics.covariance(one, other) * (len(others) - 1) ** 2 / len(others)
 
     ns, ds = zip(*others, strict=True)
     var_n, var_d, cov = covariance(ns, ns), covariance(ds, ds), covariance(ns, ds)

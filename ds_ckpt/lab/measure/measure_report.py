@@ -33,15 +33,6 @@ from ds_ckpt.lab.report.document import (
 FORMAT = "ds_ckpt measure 5"
 MAX_SHARE = 2.0
 """Largest share in the chart; larger ones are drawn at this value."""
-_PARTS = (
-    "compute_s",
-    "recompute_s",
-    "network_forward_s",
-    "network_recompute_s",
-    "network_backward_s",
-    "network_update_s",
-    "compression_s",
-)
 _SCREEN = ("step_s", "link_bytes", "stored_weight_bytes", "peak_bytes")
 """Figures of the terminal's table."""
 _NOTE = (
@@ -164,7 +155,7 @@ class Report:
         found: list[ReportBlock] = []
         for place, rate in enumerate(self.findings.rates):
             rows = self.findings.at(rate)
-            parts = [one for one in MEASURED if one.name in _PARTS]
+            parts = [one for one in MEASURED if one.unit == "s" and one.name != "step_s"]
             chart = Rows(
                 [row.configuration for row in rows],
                 "seconds per step (black: the step with its interval)",

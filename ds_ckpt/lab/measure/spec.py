@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.compression import methods
@@ -183,16 +185,11 @@ class Spec:
             remedy = "continue with that version, or name a new folder"
             problem = Problem(str(path), f"settings {', '.join(unknown)}", why, remedy)
             raise StateError(problem, headline="this run cannot be read")
-        return cls.of(content)
+        return SPECS.validate_python(content)
 
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Spec:
-        """Return the settings that `asdict` turned into JSON."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in content.items()
-        }
-        return cls(**values)
+
+SPECS = TypeAdapter(Spec)
+"""Reads the settings that `asdict` turned into JSON."""
 
 
 def link(rate_mbit: float | None) -> str:

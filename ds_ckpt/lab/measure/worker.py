@@ -27,7 +27,7 @@ from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.parts import parts
 from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial
-from ds_ckpt.lab.measure.spec import NO_COMM, Configuration, Spec, deepspeed_config
+from ds_ckpt.lab.measure.spec import NO_COMM, SPECS, Configuration, Spec, deepspeed_config
 from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
@@ -251,7 +251,7 @@ def _clock() -> Callable[[], float]:
 def main() -> None:
     """Run one process."""
     heartbeat, job = begin("Measure configurations; started by deepspeed.")
-    Worker(Spec.of(job["spec"]), heartbeat).run(job)
+    Worker(SPECS.validate_python(job["spec"]), heartbeat).run(job)
     dist.barrier()
     dist.destroy_process_group()
 
