@@ -39,11 +39,10 @@ from torch import Tensor
 from ds_ckpt.compression.base import methods
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.storage import QuantizedTensor
-from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.errors import Problem, StateError, log
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.sealed import DamagedError, SealedFile, write
 
-log = logging.getLogger("ds_ckpt")
 FORMAT = "3"
 _RESIDUAL, _SCALES = "residual/", "scales/"
 _ANY = "ds_ckpt_residuals_*_of_*.safetensors*"
@@ -125,6 +124,7 @@ class SavedFile:
         return found
 
 
+@dataclass
 class ResidualFiles:
     """Saves and restores one rank's residuals, and the state of the step.
 
@@ -134,29 +134,21 @@ class ResidualFiles:
     file's name, "" for all of it.
     """
 
-    def __init__(
-        self,
-        feedback: Feedback | None,
-        *,
-        method: str,
-        numels: dict[str, int],
-        dp_rank: int,
-        world: int,
-        peers: Sequence[tuple[int, ...]] = (),
-        step: Stateful | None = None,
-        model_slice: str = "",
-    ) -> None:
-        self._slice = model_slice
-        self._feedback = feedback
-        self._method = method
-        self._numels = numels
-        self._dp_rank = dp_rank
-        self._world = world
-        self._peers = [] if list(peers) == [tuple(range(world))] else list(peers)
-        self._step = step
+    feedback: Feedback | None
+    method: str
+    numels: dict[str, int]
+    dp_rank: int
+    world: int
+    peers: Sequence[tuple[int, ...]] = ()
+    step: Stateful | None = None
+    model_slice: str = ""
+
+    def __post_init__(self) -> None:
+        if list(self.peers) == [tuple(range(self.world))]:
+            self.peers = ()
 
     def _members(self, rank: int) -> tuple[int, ...] | None:
-        return next((members for members in self._peers if rank in members), None)
+        return next((members for members in self.peers if rank in members), None)
 
     def clear(self, folder: Path) -> None:
         """Remove every residual file of an earlier save under the same tag, unfinished ones too."""
@@ -165,27 +157,27 @@ class ResidualFiles:
 
     def save(self, folder: Path) -> None:
         """Write this rank's file; `folder` is the checkpoint's tag folder."""
-        if self._feedback is None:
+        if self.feedback is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
-        for name, stored in self._feedback.stored().items():
+        for name, stored in self.feedback.stored().items():
             tensors[_RESIDUAL + name] = stored.values
             if stored.scales is not None:
                 tensors[_SCALES + name] = stored.scales
         values: dict[str, dict[str, Any]] = {}
-        for part, state in (self._step.state_dict() if self._step else {}).items():
+        for part, state in (self.step.state_dict() if self.step else {}).items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     tensors[f"{part}/{key}"] = value
                 else:
                     values.setdefault(part, {})[key] = value
-        place = {"process": self._dp_rank, "world": self._world}
-        members = self._members(self._dp_rank)
-        about: dict[str, Any] = {**place, "slice": self._slice, "steps": self._feedback.steps}
+        place = {"process": self.dp_rank, "world": self.world}
+        members = self._members(self.dp_rank)
+        about: dict[str, Any] = {**place, "slice": self.model_slice, "steps": self.feedback.steps}
         about |= {"members": members, "values": values}
-        metadata = {"format": FORMAT, "method": self._method, "about": json.dumps(about)}
-        write(folder / _name(self._slice, **place), tensors, metadata)
+        metadata = {"format": FORMAT, "method": self.method, "about": json.dumps(about)}
+        write(folder / _name(self.model_slice, **place), tensors, metadata)
 
     def read(self, folder: Path, *, is_universal: bool = False) -> Contents | None:
         """Return this rank's part of a checkpoint; None if it has no residuals.
@@ -195,7 +187,7 @@ class ResidualFiles:
         method or shape.
         """
         found = _found(folder)
-        if self._feedback is None:
+        if self.feedback is None:
             self._warn_without(folder, found)
             return None
         if not found:
@@ -204,15 +196,15 @@ class ResidualFiles:
             return None
         slices = {_place(path)[0] for path in found}
         counts = {name[-4:] for name in slices}  # "of02"
-        if counts != {self._slice[-4:]} or self._slice not in slices:
+        if counts != {self.model_slice[-4:]} or self.model_slice not in slices:
             what = f"residuals of model slices {', '.join(sorted(slices)) or 'none'}"
             remedy = "restore the files of one save, use its tensor-parallel size"
-            why = f"this rank holds {self._slice or 'whole tensors'}"
+            why = f"this rank holds {self.model_slice or 'whole tensors'}"
             raise _refused(folder, what, why, remedy)
-        paths = _complete(folder, [path for path in found if _place(path)[0] == self._slice])
+        paths = _complete(folder, [path for path in found if _place(path)[0] == self.model_slice])
         first = self._fitting(paths[0])
         is_same = self._is_same_world(paths, first)
-        mine = paths[self._dp_rank :: self._world]  # every file is checked by one rank
+        mine = paths[self.dp_rank :: self.world]  # every file is checked by one rank
         files = [self._fitting(path) for path in mine]
         for file in files:
             if file.steps != first.steps:
@@ -222,7 +214,7 @@ class ResidualFiles:
         residuals: dict[str, QuantizedTensor] = {}
         if is_same:
             residuals = {name: files[0].residual(name) for name in files[0].names}
-        elif not self._peers and first.members is None:
+        elif not self.peers and first.members is None:
             residuals = self._summed(files, first)
         else:
             self._warn(
@@ -230,7 +222,7 @@ class ResidualFiles:
                 "are dropped and start at 0",
                 folder,
             )
-        if residuals and not self._feedback.accumulates:
+        if residuals and not self.feedback.accumulates:
             residuals = {}
             self._warn("%s holds residuals; without error feedback they drop", folder)
         parts = (files[0] if is_same else first).parts()
@@ -238,25 +230,25 @@ class ResidualFiles:
 
     def restore(self, state: Contents | None) -> None:
         """Apply the result of `read`; None starts every residual at 0."""
-        if self._feedback is None:
+        if self.feedback is None:
             return
         state = state or Contents({})
-        self._feedback.load_stored(state.residuals, state.steps)
-        if self._step is not None:
-            self._step.load_state_dict(state.parts)
+        self.feedback.load_stored(state.residuals, state.steps)
+        if self.step is not None:
+            self.step.load_state_dict(state.parts)
 
     def _is_same_world(self, paths: list[Path], first: SavedFile) -> bool:
         """Return whether every rank's residuals cover what its file covers; agreed across ranks."""
-        if len(paths) != self._world:
+        if len(paths) != self.world:
             return False
-        if not self._peers and first.members is None:
+        if not self.peers and first.members is None:
             return True
         return all(SavedFile(path).members == self._members(i) for i, path in enumerate(paths))
 
     def _summed(self, files: list[SavedFile], first: SavedFile) -> dict[str, QuantizedTensor]:
         """Return the sum of the files' residuals, by the names of the first file: fp32."""
         total = {
-            name: torch.zeros(self._numels[name], dtype=torch.float32, device="cpu")
+            name: torch.zeros(self.numels[name], dtype=torch.float32, device="cpu")
             for name in first.names
         }
         for file in files:
@@ -269,14 +261,14 @@ class ResidualFiles:
     def _fitting(self, path: Path) -> SavedFile:
         """Return the file if it is of this run's method and shapes."""
         file = SavedFile(path)
-        if (file.method, file.format) != (self._method, FORMAT):
+        if (file.method, file.format) != (self.method, FORMAT):
             found = f"method {file.method}, format {file.format}"
-            why = f"this run uses method {self._method}, format {FORMAT}"
+            why = f"this run uses method {self.method}, format {FORMAT}"
             raise _refused(path, found, why, f"set ds_ckpt.compression.method to {file.method}")
         for name in file.names:
-            shards = ShardLayout(self._numels.get(name, 0), file.world)
+            shards = ShardLayout(self.numels.get(name, 0), file.world)
             wanted = LocalShard(shards, file.members or tuple(range(file.world))).numel
-            if name not in self._numels or file.numel(name) != wanted:
+            if name not in self.numels or file.numel(name) != wanted:
                 found = f"a saved residual of {name} with {file.numel(name)} elements"
                 why = f"the model has {wanted} trainable elements of this name there"
                 remedy = "load the checkpoint into the model that it was saved from"
@@ -285,15 +277,15 @@ class ResidualFiles:
 
     def _warn_without(self, folder: Path, found: list[Path]) -> None:
         """Warn that residuals are dropped: this run is plain DeepSpeed, or sends everything."""
-        kind = methods().get(self._method)
+        kind = methods().get(self.method)
         if kind is not None and kind.lossless:
-            own = [path for path in found if _place(path)[0] == self._slice]
+            own = [path for path in found if _place(path)[0] == self.model_slice]
             found = [path for path in own if self._fitting(path).names]
         if found:
-            self._warn(f"%s holds residuals; method {self._method} drops them", folder)
+            self._warn(f"%s holds residuals; method {self.method} drops them", folder)
 
     def _warn(self, message: str, folder: Path) -> None:
-        if self._dp_rank == 0 and self._slice[:4] in ("", "mp00"):
+        if self.dp_rank == 0 and self.model_slice[:4] in ("", "mp00"):
             log.warning(f"ds_ckpt: {message}", folder)
 
 

@@ -197,7 +197,7 @@ def test_slices_of_tensor_parallel_ranks_have_their_own_files(tmp_path: Path) ->
             files.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     for saved in slices:
-        resumed = Processes(2, model_slice=saved.files[0]._slice)
+        resumed = Processes(2, model_slice=saved.files[0].model_slice)
         resumed.load(tmp_path)
         assert resumed.bits() == saved.bits()
     for part, words in (("", "whole tensors"), ("mp00of04", "holds mp00of04")):
