@@ -1,4 +1,4 @@
-"""Errors that a user can act on: location, observed value, reason, remedy.
+"""Errors that a user can act on: location, observed value, reason, remedy. The plugin's logger.
 
 `AssertionError` is reserved for broken invariants of our own.
 """
@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger("ds_ckpt")
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,9 @@ class Call:
         leaves = [next(given) if is_tensor else next(others) for is_tensor in self._is_tensor]
         args, kwargs = tree_unflatten(leaves, self._spec)
         target = self._target
-        if (self._links or not self._last) and _partitioned(target.module):
-            # its own weights are gathered by its hooks, and only the last call's are here
+        is_split = any(hasattr(p, "ds_id") for p in target.module.parameters(recurse=False))
+        if is_split and (self._links or not self._last):
+            # ZeRO-3 gathers its own weights by its hooks, and only the last call's are here
             outcome: list[Any] = []
             target.replaying = lambda: outcome.append(function(*args, **kwargs)) or outcome[0]  # type: ignore[func-returns-value]
             target.module(*args, **kwargs)
@@ -406,8 +407,3 @@ class Call:
             comparison.differs(f"it changes {changed[0]}, which is not restored")
         self._values[_running_backward()] = dict(enumerate(comparison.values))
         torch_pack(torch.empty(0, device="cpu"))
-
-
-def _partitioned(module: nn.Module) -> bool:
-    """Return whether ZeRO-3 has split parameters directly on the module."""
-    return any(hasattr(p, "ds_id") for p in module._parameters.values() if p is not None)

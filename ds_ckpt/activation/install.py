@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ from ds_ckpt.activation.inputs import run_plainly
 from ds_ckpt.activation.policies import Policy, Unit, make_plan
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
+from ds_ckpt.errors import log
 from ds_ckpt.patch import Patches
-
-log = logging.getLogger("ds_ckpt")
 
 
 class CheckpointedBlocks:

@@ -136,7 +136,10 @@ class Partition:
             return ShardedRef(tensor, self._store.pack(tensor, call))
         shard = self._shards.get(tensor.untyped_storage()._cdata)
         if shard is None or shard.version != tensor._version:
-            shard = self._split(tensor, label, call)
+            part = shard_of(storage_bytes(tensor), self._ranks, self._group.index)
+            shard = Shard(tensor, self._store.pack(part, call))
+            self._shards[shard.key] = shard
+            self.counters.kept_bytes[label] += part.nbytes
         self._store.share(shard.part, call)
         shard.calls.add(call.number)
         self._calls.setdefault(call, []).append(shard)
@@ -179,13 +182,6 @@ class Partition:
             self._error = UnsupportedError(problem, headline=headline)
             raise self._error
         return not alive_differs
-
-    def _split(self, tensor: Tensor, label: str, call: BlockCall) -> Shard:
-        part = shard_of(storage_bytes(tensor), self._ranks, self._group.index)
-        shard = Shard(tensor, self._store.pack(part, call))
-        self._shards[shard.key] = shard
-        self.counters.kept_bytes[label] += part.nbytes
-        return shard
 
     def unpack(self, ref: ShardedRef, call: BlockCall) -> Tensor:
         """Return a tensor of `call`, on the device. Collective at its first tensor."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ds_ckpt.activation.blocks import attention_parts, gates, mlp_parts
-from ds_ckpt.errors import ConfigError, Problem
+from ds_ckpt.errors import ConfigError, Problem, log
 from ds_ckpt.patch import Patches
-from ds_ckpt.telemetry.memory import storage_key
+from ds_ckpt.telemetry.memory import storage_key, unpack_unchanged
 
-log = logging.getLogger("ds_ckpt")
 _CORES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -164,19 +162,12 @@ class SavedTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, self._unpack = hooks or (lambda t: (t, t._version), _unchanged)
+        pack, self._unpack = hooks or (lambda t: (t, t._version), unpack_unchanged)
         self._kept = [(pack(t.detach()), t.requires_grad) for t in tensors]
 
     def get(self) -> list[Tensor]:
         """Return the tensors as leaves, with the `requires_grad` of the kept ones."""
         return [self._unpack(t).detach().requires_grad_(needs) for t, needs in self._kept]
-
-
-def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError("a kept result was modified by an inplace operation")
-    return tensor
 
 
 # around the forward, around the recomputation

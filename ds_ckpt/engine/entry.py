@@ -12,7 +12,6 @@ import copy
 import inspect
 import itertools
 import json
-import logging
 import os
 import runpy
 import time
@@ -33,9 +32,8 @@ from ds_ckpt.engine.session import (
     ensure_log_handler,
     has_optimizer,
 )
-from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
+from ds_ckpt.errors import ConfigError, Problem, UnsupportedError, log
 
-log = logging.getLogger("ds_ckpt")
 WAIT_S = 120.0
 """Seconds that a rank waits for the others' settings before it attaches."""
 _IDLE_WAIT_S = 5.0

@@ -7,7 +7,6 @@ most is installed on all ranks.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,13 +21,13 @@ from ds_ckpt.activation.blocks import find_blocks
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
 from ds_ckpt.config.activation import ActivationConfig
+from ds_ckpt.errors import log
 from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.telemetry.memory import free_on
 from ds_ckpt.telemetry.units import GIB
 from ds_ckpt.zero3.resident import resident_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
-log = logging.getLogger("ds_ckpt")
 NCCL_BUFFERS = "NCCL's buffers"
 """Purpose, among those of the exchange's memory, that torch's allocator does not count."""
 

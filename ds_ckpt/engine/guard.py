@@ -5,7 +5,6 @@ Sums over the ranks are compared, so all of them act in the same step.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from ds_ckpt.engine.step import StepState
+from ds_ckpt.errors import log
 from ds_ckpt.telemetry.timings import Errors, ResidualStats
 
-log = logging.getLogger("ds_ckpt")
 IN_A_ROW = 2
 """Consecutive samples above a limit before the guard acts: one batch may be an outlier."""
 Observer = Callable[[int, ResidualStats], None]

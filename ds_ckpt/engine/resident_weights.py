@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from ds_ckpt.compression.base import on_host
 from ds_ckpt.config.paths import show
 from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.tuner import Tuner
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, new_groups
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.memory import free_on, measure_non_torch_bytes
@@ -28,7 +27,6 @@ from ds_ckpt.zero3.resident import host_copy_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights_hook import WeightsHook
 
-log = logging.getLogger("ds_ckpt")
 GATHERED = "deepspeed"
 """Candidate without resident weights."""
 

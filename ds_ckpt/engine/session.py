@@ -25,7 +25,7 @@ from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
@@ -38,7 +38,6 @@ from ds_ckpt.zero3.checkpoints import wrap_checkpoints
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook, stop_reducing
 
-log = logging.getLogger("ds_ckpt")
 ATTRIBUTE = "_ds_ckpt_session"
 _FORMER = "session.{} is deprecated, and removed in the next release: use session.exchange.{}"
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

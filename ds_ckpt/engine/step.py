@@ -6,7 +6,6 @@ the residuals. Residuals, factors and the metric's sums are committed or rolled 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.engine.tuner import Tuner
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.exchange.exchange import AllToAllExchange, Bucket
 from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.method_rules import Choose, ExchangeSettings
 from ds_ckpt.exchange.transport import Transport
 
-log = logging.getLogger("ds_ckpt")
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 """A bucket's full gradients to this rank's shards."""
 ReductionMode = Literal["compressed", "uncompressed", "deepspeed"]

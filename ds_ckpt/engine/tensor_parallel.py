@@ -7,17 +7,14 @@ DeepSpeed's AutoTP puts its groups into `engine.mpu`; Megatron's `mpu` is passed
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_ckpt.activation.offload import Wait
-from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.telemetry import Counters, Purpose
-
-log = logging.getLogger("ds_ckpt")
 
 
 class TensorParallelGroup:

@@ -8,7 +8,6 @@ is repeated. Nothing is saved: a resumed run measures again.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from statistics import median
 
 import torch
 
-log = logging.getLogger("ds_ckpt")
+from ds_ckpt.errors import log
+
 COUNTED_STEPS = 8
 """Timed steps of each candidate in a cycle; the first step of each is not counted."""
 MAX_CYCLES = 16

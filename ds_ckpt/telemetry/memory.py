@@ -114,7 +114,7 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def _unpack(kept: tuple[Tensor, int]) -> Tensor:
+def unpack_unchanged(kept: tuple[Tensor, int]) -> Tensor:
     """Compare versions, which autograd leaves to the hooks where there are any."""
     tensor, version = kept
     if version_of(tensor) != version:
@@ -146,7 +146,7 @@ class SavedActivations:
     ) -> None:
         self._parameters = list(module.parameters())
         self.storages, self._noted = storages or Storages(), noted
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack_unchanged)
         self._sizes: dict[Storage, int] = {}
         self.is_uncounted = False
         self.held: dict[Storage, int] = {}

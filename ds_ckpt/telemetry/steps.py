@@ -6,7 +6,6 @@ To add a field, register a function with `step_field`; docs/design.md has an exa
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ds_ckpt.errors import log
 from ds_ckpt.telemetry.counters import Counters, CounterValues
 from ds_ckpt.telemetry.timings import EXPOSED, SECTIONS, Spans, step_parts
 from ds_ckpt.telemetry.units import MB, number
 
-log = logging.getLogger("ds_ckpt")
 Event = tuple[str, float, int]
 """Name, value and optimizer step, the arguments of DeepSpeed's monitors."""
 Value = float | Mapping[str, float]

@@ -20,15 +20,11 @@ from ds_ckpt.telemetry import Counters, sent_bytes
 from ds_ckpt.telemetry.timings import TimedHandle
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _all_to_all(kwargs: dict[str, Any], world: int, me: int) -> list[int]:
     """Return bytes to each member of the group; 0 to this rank."""
     tensor: torch.Tensor = kwargs["input"]
     rows = tensor.shape[0] if tensor.dim() else 1
-    row_bytes = _nbytes(tensor) // max(rows, 1)
+    row_bytes = tensor.nbytes // max(rows, 1)
     splits = kwargs.get("input_split_sizes") or [rows // world] * world
     return [0 if member == me else int(n) * row_bytes for member, n in enumerate(splits)]
 
@@ -71,7 +67,7 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
             to = _all_to_all(named, world, me)
         else:  # a ring in the order of the group: everything is sent to the next rank
             to = [0] * world
-            size = _nbytes(named[payload])
+            size = named[payload].nbytes
             to[(me + 1) % world] = sent_bytes(op, size, world, torch_dist.get_backend(group))
         for counters in _listeners:
             far = 0

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
+import pkgutil
 import re
 import sys
 import textwrap
@@ -91,14 +91,6 @@ SYMBOLS = TypeAdapter(tuple[Symbol, ...]).validate_json(
 """All symbols that the hooks use; digests are the newest first."""
 
 
-def _resolve(path: str) -> Any:
-    module, _, qualified = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in qualified.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def _parameters(function: Any) -> str:
     """Return parameter names and marks of defaults; annotations may differ."""
     parts = []
@@ -141,7 +133,7 @@ def _check_one(symbol: Symbol, installed: str) -> SymbolFinding:
     tested = f"{FIRST} to {LAST}"
     install = f"install a tested version: pip install 'deepspeed>={FIRST},<={LAST}'"
     try:
-        target = _resolve(symbol.path)
+        target = pkgutil.resolve_name(symbol.path)
         signature, digest = describe(target)
     except (ImportError, AttributeError, OSError, TypeError) as error:
         detail = f"missing in DeepSpeed {installed} ({error}); tested with {tested}"

@@ -12,7 +12,6 @@ backward or a step that raised has no such decision: the next forward finds it a
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,11 +20,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
+from ds_ckpt.errors import log
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.compatibility import Reduce, SkipDecision, check_identity, wrap_skip_decision
 
-log = logging.getLogger("ds_ckpt")
 SKIPPED_IN_A_ROW = 10
 """Skipped steps in a row, at an unchanged loss scale, before a warning."""
 _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"

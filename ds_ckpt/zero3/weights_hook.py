@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
@@ -24,6 +23,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_ckpt.compression.base import on_host
+from ds_ckpt.errors import log
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.weights import changes
@@ -33,7 +33,6 @@ from ds_ckpt.zero3.compatibility import require_resident_weights
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook
 
-log = logging.getLogger("ds_ckpt")
 CHECK_EVERY = 100
 """Steps between comparisons of checksums between nodes."""
 _PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
