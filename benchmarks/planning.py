@@ -22,6 +22,7 @@ import torch
 
 from ds_ckpt.activation.planning.budget import Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.trace import simulate, survey
 from ds_ckpt.errors import UnsupportedError
 
@@ -47,13 +48,13 @@ def main() -> None:
         model = transformers.LlamaModel(config).train()
         embedded = torch.empty(1, options.tokens, SIZES["hidden_size"]).requires_grad_()
     batch = {"inputs_embeds": embedded}
-    survey(model, (), batch)  # the first one imports
+    survey(Forward(model, (), batch))  # the first one imports
     start_s = time.process_time()
-    found = survey(model, (), batch)
+    found = survey(Forward(model, (), batch))
     rates = Rates(options.flops_per_byte * 1e12, 1e12, 5e10)
     planner = Planner(found, rates, options.tokens)
     measured_s = time.process_time() - start_s
-    none = simulate(model, (), batch, [])
+    none = simulate(Forward(model, (), batch), [])
     print(f"Llama, {options.layers} layers, {SIZES}, {options.tokens} tokens, bf16")
     print(f"rates: {options.flops_per_byte:g} FLOP for a byte")
     print(
@@ -71,7 +72,7 @@ def main() -> None:
             print(f"| {budget:g} | refused: {error.problems[0].remedy} | | | | | |")
             continue
         planned_s = time.process_time() - start_s
-        real = simulate(model, (), batch, plan.units(model))
+        real = simulate(Forward(model, (), batch), plan.units(model))
         words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
         print(
             f"| {budget:g} | {plan.held_bytes / GIB:.3f} | {real.saved.bytes / GIB:.3f} "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -76,3 +77,14 @@ class Patches:
                 setattr(target, name, before)
             elif name in vars(target):
                 delattr(target, name)
+
+
+@contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute inside the block."""
+    patches = Patches()
+    patches.set(target, name, value)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ds_ckpt.activation.blocks import find_blocks
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, plan_within
 from ds_ckpt.activation.planning.costs import measured_rates
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.config.activation import ActivationConfig
 from ds_ckpt.errors import log
 from ds_ckpt.exchange.transport import gather_objects
@@ -32,6 +33,7 @@ NCCL_BUFFERS = "NCCL's buffers"
 """Purpose, among those of the exchange's memory, that torch's allocator does not count."""
 
 
+@dataclass(eq=False)
 class FirstBatchPlanning:
     """Plans for one engine at its first training batch; until then `plan` is None.
 
@@ -39,21 +41,18 @@ class FirstBatchPlanning:
     gradients and weights keeps on the accelerator, by purpose.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        config: ActivationConfig,
-        install: Callable[[ActivationPlan], None],
-        exchange_memory: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._engine, self._config = engine, config
-        self._install, self._exchange_memory = install, exchange_memory
-        self._device = torch.device(engine.device)
+    engine: Any
+    config: ActivationConfig
+    install: Callable[[ActivationPlan], None]
+    exchange_memory: Callable[[], Mapping[str, int]]
+
+    def __post_init__(self) -> None:
+        self._device = torch.device(self.engine.device)
         self.plan: ActivationPlan | None = None
         self._largest = 0
         """Tokens of the largest batch that the plan or a warning was about."""
         hook = torch.compiler.disable(self._before_forward)
-        handle = engine.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        handle = self.engine.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         self.stop: Callable[[], None] = handle.remove
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -62,7 +61,7 @@ class FirstBatchPlanning:
         tokens = tokens_of(args, kwargs)
         if self.plan is None:
             plan = self._agree(args, kwargs)
-            self._install(plan)
+            self.install(plan)
             self.plan, self._largest = plan, max(tokens, plan.tokens)
         elif tokens > self._largest:
             log.warning(
@@ -84,12 +83,12 @@ class FirstBatchPlanning:
 
     def _limit_bytes(self) -> int:
         """Return the budget, or the memory that this rank can have if that is less."""
-        asked, available = self._config.budget_gib, float(free_on(self._device))
+        asked, available = self.config.budget_gib, float(free_on(self._device))
         if self._device.type == "cuda":
             # neither torch's tensors nor NCCL's buffers are free, but `resident` counts them
             available += torch.cuda.memory_allocated(self._device)
-            available += self._exchange_memory()[NCCL_BUFFERS]
-        if self._config.policy == "auto":
+            available += self.exchange_memory()[NCCL_BUFFERS]
+        if self.config.policy == "auto":
             available *= AUTO_SHARE
         return int(available if asked is None else min(available, asked * GIB))
 
@@ -99,7 +98,7 @@ class FirstBatchPlanning:
         Half of what is free, as torch rounds pinned blocks up to powers of two. None for the CPU,
         whose memory is the host's.
         """
-        config, kind = self._config, self._device.type
+        config, kind = self.config, self._device.type
         if kind == "cpu" or ("offload" in config.model_fields_set and not config.offload):
             return 0
         local = max(1, int(torch.get_device_module(kind).device_count()))
@@ -109,11 +108,11 @@ class FirstBatchPlanning:
         self, args: Any, kwargs: dict[str, Any], limit_bytes: int, host_bytes: int
     ) -> ActivationPlan:
         start_s = time.perf_counter()
-        engine, config, device = self._engine, self._config, self._device
+        engine, config, device = self.engine, self.config, self._device
         resident: dict[str, int] = {}
         if config.budget_is_of == "accelerator":
             blocks = [b.module for b in find_blocks(engine.module, config.modules)]
-            resident = {**resident_bytes(engine, blocks), **self._exchange_memory()}
+            resident = {**resident_bytes(engine, blocks), **self.exchange_memory()}
         allowance = Allowance(
             limit_bytes,
             config.budget_is_of,
@@ -124,16 +123,9 @@ class FirstBatchPlanning:
             int(engine.train_micro_batch_size_per_gpu()),
             host_bytes,
         )
-        plan = plan_within(
-            allowance,
-            engine.module,
-            args,
-            kwargs,
-            rates=measured_rates(device, next(engine.module.parameters()).dtype),
-            tokens=tokens_of(args, kwargs),
-            modules=config.modules,
-            device=device,
-        )
+        forward = Forward(engine.module, args, kwargs, device)
+        rates = measured_rates(device, next(engine.module.parameters()).dtype)
+        plan = plan_within(allowance, forward, rates, tokens_of(args, kwargs), config.modules)
         return replace(plan, planning_s=time.perf_counter() - start_s)
 
 

@@ -7,8 +7,7 @@ tensors share it. Not counted: memory that kernels use inside, and the allocator
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import module_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_ckpt.patch import patched
 from ds_ckpt.telemetry.timings import Spans
 
 Storage = int
@@ -138,7 +138,6 @@ class SavedActivations:
 
     Attributes:
         held: Bytes by number of the saved storages that lived when the context was left.
-        is_uncounted: True inside `uncounted`.
     """
 
     def __init__(
@@ -149,6 +148,7 @@ class SavedActivations:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack_unchanged)
         self._sizes: dict[Storage, int] = {}
         self.is_uncounted = False
+        """Operators that run now are not part of the model."""
         self.held: dict[Storage, int] = {}
 
     @property
@@ -173,22 +173,13 @@ class SavedActivations:
         if self._noted is not None:
             self._noted(tensor, number)
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Surround operators that are not part of the model."""
-        self.is_uncounted = True
-        try:
-            yield
-        finally:
-            self.is_uncounted = False
-
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.note(tensor)
         # A result that its own graph node saves would keep itself alive. A leaf cannot, and
         # ZeRO-3 must find its parameters, not their present storage.
         if tensor.is_leaf:
             return tensor, version_of(tensor)
-        with self.uncounted():
+        with patched(self, "is_uncounted", True):
             return tensor.detach(), version_of(tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:

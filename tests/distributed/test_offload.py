@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ckpt
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.trace import survey
 from tests import architectures
 from tests.distributed import models
@@ -75,7 +76,7 @@ def _steps(kind: str, activation: dict[str, Any] | None = None, **sections: Any)
 
 def _saved(engine: Any, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that all blocks but the last save, without weights and each once, from shapes alone."""
-    found = survey(engine.module, (), batch)
+    found = survey(Forward(engine.module, (), batch))
     blocks = [c for block in found.blocks[:-1] for c in block.calls]
     saved = {s for call in blocks for s in found.saves[slice(*call.saves)]}
     return found.bytes_of(saved & found.held.keys())

@@ -16,6 +16,7 @@ from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.inputs import CheckpointedInputsConfig
 from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, candidates_of
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
 from ds_ckpt.activation.planning.trace import Survey, simulate, survey
 from ds_ckpt.errors import UnsupportedError
@@ -56,12 +57,12 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     model, data = build(kind, 2), batch(kind)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     state = torch.get_rng_state()
-    found = survey(model, (), data)
+    found = survey(Forward(model, (), data))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
     assert found.saved_bytes == _measured(model, data, [])
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
-    none = simulate(model, (), data, [])
+    none = simulate(Forward(model, (), data), [])
     assert none.saved.bytes == found.saved_bytes
     assert none.work["forward"].flops == sum(o.flops for o in found.operators) > 0
     assert len(ways[0]) >= 3
@@ -71,12 +72,12 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
         held = found.outside.union(*(c.held for c in chosen))
         assert found.bytes_of(held) == _measured(model, data, units), word
         if word in ("block", "selective attention"):
-            step = simulate(model, (), data, units)
+            step = simulate(Forward(model, (), data), units)
             assert step.total().flops - none.total().flops == sum(c.flops for c in chosen), word
 
 
 def test_every_byte_belongs_to_a_block_or_to_the_outside() -> None:
-    found = survey(build("llama", 2), (), batch("llama"))
+    found = survey(Forward(build("llama", 2), (), batch("llama")))
     assert found.head_bytes > 0
     assert found.tail_bytes > 0
     assert found.head_bytes + found.tail_bytes + sum(b.saved_bytes for b in found.blocks) == (
@@ -106,13 +107,13 @@ class EndsInReLU(nn.Module):
 
 def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None:
     model, x = EndsInReLU(), torch.randn(512, 64)
-    found = survey(model, (x,), {}, modules=("layers.*",))
+    found = survey(Forward(model, (x,), {}), modules=("layers.*",))
     planner = Planner(found, RATES, x.numel())
     for word in planner.way_names:
         plan = planner.all_alike(word, Allowance(GIB, "activations"))
         if word == "offload":  # what blocks share is counted as if it stayed, and leaves
             continue
-        measured = simulate(model, (x,), {}, plan.units(model))
+        measured = simulate(Forward(model, (x,), {}), plan.units(model))
         assert plan.held_bytes == measured.saved.bytes, word
         assert plan.needed_bytes >= plan.held_bytes, word
 
@@ -126,7 +127,7 @@ def test_a_padding_mask_decides_as_in_training() -> None:
     saved = []
     for mask in (torch.ones_like(tokens), padded):
         data = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-        saved.append(survey(model, (), data).saved_bytes)
+        saved.append(survey(Forward(model, (), data)).saved_bytes)
         assert saved[-1] == _measured(model, data, [])
     assert saved[0] < saved[1]
 
@@ -136,14 +137,14 @@ def test_a_model_without_memory_is_measured_under_the_callers_autocast() -> None
     with torch.device("meta"):
         model = build("llama", 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = survey(model, (), data).saved_bytes
+        found = survey(Forward(model, (), data)).saved_bytes
         assert found == _measured(build("llama", 2), data, [])
 
 
 def test_a_forward_that_depends_on_values_is_refused_with_words() -> None:
     model, x = needs_values()
     with pytest.raises(UnsupportedError) as caught:
-        survey(model, (x,), {}, modules=["Mixer"])
+        survey(Forward(model, (x,), {}), modules=["Mixer"])
     words = str(caught.value)
     assert "aten._local_scalar_dense" in words
     assert '"policy"' in words
@@ -157,7 +158,7 @@ def _large() -> tuple[nn.Module, dict[str, Any], Survey]:
         )  # fmt: skip
     tokens = torch.randint(3, 40, (2, 512))
     data = {"input_ids": tokens, "labels": tokens}
-    return model, data, survey(model, (), data)
+    return model, data, survey(Forward(model, (), data))
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -166,7 +167,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
     model, data, found = _large()
     planner = Planner(found, RATES, 1024)
     least = planner.least(Allowance(1, "activations", offload=offload))
-    none = simulate(model, (), data, [])
+    none = simulate(Forward(model, (), data), [])
     before = float("inf")
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
         top = found.saved_bytes
@@ -175,7 +176,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert plan.held_bytes <= plan.needed_bytes <= budget
         assert plan.recompute_s <= before
         before = plan.recompute_s
-        step = simulate(model, (), data, plan.units(model))
+        step = simulate(Forward(model, (), data), plan.units(model))
         assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.saved.bytes
         recomputed = [b for b in plan.blocks if b.save_ops is not None]
         if offload and recomputed:
@@ -224,14 +225,14 @@ def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
     model, data, found = _large()
     planner = Planner(found, replace(RATES, bus_bytes_per_s=1e12), 1024)
     none = planner.all_alike("none", Allowance(GIB, "activations"))
-    temporary = simulate(model, (), data, []).peak_bytes - none.needed_bytes
+    temporary = simulate(Forward(model, (), data), []).peak_bytes - none.needed_bytes
     allowance = Allowance(1, "activations", prefetch=prefetch, host_bytes=2**40)
     budget = planner.least(allowance).needed_bytes
     budget += round(0.6 * (none.needed_bytes - budget))
     plan = planner.plan(replace(allowance, budget_bytes=budget))
     assert "offload" in plan.choices
     inputs = CheckpointedInputsConfig(offload_prefetch=prefetch)
-    step = simulate(model, (), data, plan.units(model), inputs=inputs)
+    step = simulate(Forward(model, (), data), plan.units(model), inputs=inputs)
     assert step.peak_bytes <= plan.needed_bytes + temporary <= budget + temporary
     shared = found.bytes_of(planner._shared)
     offloaded = sum(b.offloaded_bytes for b in plan.blocks)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity
 from typer.testing import CliRunner, Result
 
 from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped, survey
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
@@ -72,7 +73,9 @@ def test_the_peak_is_that_of_the_allocator() -> None:
 
 def test_the_survey_of_a_budget_counts_the_same() -> None:
     (one,) = profiling.footprints(_subject("llama"), 2, profiling.compared((), None, None), None)
-    found = survey(architectures.build("llama", layers=2), (), architectures.batch("llama"))
+    found = survey(
+        Forward(architectures.build("llama", layers=2), (), architectures.batch("llama"))
+    )
     assert found.saved_bytes == one.held_bytes
     held = [sum(parts.values()) for name, parts in one.blocks.items() if name != OUTSIDE]
     assert [b.saved_bytes for b in found.blocks] == held

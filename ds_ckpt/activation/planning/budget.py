@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block
 from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
 from ds_ckpt.activation.planning.trace import Survey, TracedOperator, simulate, survey
 from ds_ckpt.activation.policies import Unit
@@ -390,14 +390,10 @@ def _up(nbytes: int) -> str:
 
 def plan_within(
     allowance: Allowance,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
+    forward: Forward,
     rates: Rates,
     tokens: int,
     modules: Sequence[str] | None = None,
-    device: torch.device | None = None,
 ) -> ActivationPlan:
     """Measure the model with this batch, and return the cheapest plan that fits.
 
@@ -405,28 +401,21 @@ def plan_within(
     that fits without them and without host memory. Raises UnsupportedError if it cannot be
     measured, or nothing fits.
     """
-    planner = Planner(survey(model, args, kwargs, modules=modules, device=device), rates, tokens)
+    planner = Planner(survey(forward, modules), rates, tokens)
     if allowance.of == "accelerator":
         here = replace(allowance, offload=False, host_bytes=0)
         try:
             plan = planner.plan(here)
         except UnsupportedError:
             plan = planner.least(here)
-        nbytes = temporary_bytes(model, args, kwargs, plan, device=device)
+        nbytes = temporary_bytes(forward, plan)
         resident = {**allowance.resident, "gradients of activations and temporaries": nbytes}
         allowance = replace(allowance, resident=resident)
     return planner.plan(allowance)
 
 
-def temporary_bytes(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    plan: ActivationPlan,
-    *,
-    device: torch.device | None = None,
-) -> int:
+def temporary_bytes(forward: Forward, plan: ActivationPlan) -> int:
     """Return the bytes of a simulated step's peak that the plan does not count."""
-    step = simulate(model, args, kwargs, plan.units(model), device=device)
+    step = simulate(forward, plan.units(forward.model))
     counted = plan.needed_bytes - sum(plan.resident.values())
     return max(0, step.peak_bytes - counted)

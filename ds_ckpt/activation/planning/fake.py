@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.patch import Patches
+from ds_ckpt.patch import patched
 from ds_ckpt.telemetry.memory import NO_WORK, tensors_in
 
 MOST_ELEMENTS = 2**20
@@ -149,22 +149,12 @@ def _faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = N
     return copy.requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def _patched(target: Any, name: str, value: Any) -> Iterator[None]:
-    patches = Patches()
-    patches.set(target, name, value)
-    try:
-        yield
-    finally:
-        patches.undo()
-
-
 def taken_for_real() -> AbstractContextManager[None]:
     """Have transformers treat fake tensors as real ones: else it would trace, not train."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         return nullcontext()
-    return _patched(utils, "is_fake_tensor", lambda _: False)
+    return patched(utils, "is_fake_tensor", lambda _: False)
 
 
 @contextmanager
@@ -250,17 +240,24 @@ def _is_dropped(hook: Any) -> bool:
     return home.split(".")[0] in ("deepspeed", "ds_ckpt")
 
 
-@contextmanager
-def fake_run(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
-) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """Copy the model and its arguments; inside, every operator is fake.
+class Forward(NamedTuple):
+    """A forward to measure, with parameters on `device`: DeepSpeed's offload keeps them elsewhere.
 
-    Parameters are on `device`, if given: DeepSpeed's offload keeps them elsewhere.
+    Without a `device` they are where the model has them.
     """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    device: torch.device | None = None
+
+
+@contextmanager
+def fake_run(forward: Forward) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """Copy the model and its arguments; inside, every operator is fake."""
     values = KnownValues()
-    copy = fake_copy(model, values.mode, device)
-    fake_args, fake_kwargs = tree_map(values.fake, (list(args), dict(kwargs)))
+    copy = fake_copy(forward.model, values.mode, forward.device)
+    fake_args, fake_kwargs = tree_map(values.fake, (list(forward.args), dict(forward.kwargs)))
     state = random.getstate()
     on_cuda = any(p.device.type == "cuda" for p in copy.parameters())
     devices = list(range(torch.cuda.device_count())) if on_cuda else []
@@ -286,7 +283,7 @@ class FakeModel:
         """Call `make`, and allocate nothing but small integers."""
         values = KnownValues()
         # torch's truncated normal reads its bounds from tensors
-        unasked = _patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+        unasked = patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         with unknown_values_refused(name), taken_for_real(), unasked, values:
             model, batch = make()
         return cls(name, model, batch, values)
@@ -299,6 +296,6 @@ class FakeModel:
     def entered(self) -> Iterator[None]:
         """Enter the modes in which the model can run."""
         # torch logs what operators raise; the error repeats it
-        quiet = _patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        quiet = patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         with unknown_values_refused(self.name), quiet, taken_for_real(), self.values:
             yield

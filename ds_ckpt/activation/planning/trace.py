@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -23,9 +23,10 @@ from ds_ckpt.activation.inputs import CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.install import CheckpointedBlocks, without_empty_caches
 from ds_ckpt.activation.offload import BlockCall, Copies, InPlaceRef, InputStore, OffloadedRef, Wait
 from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_bytes
-from ds_ckpt.activation.planning.fake import fake_run
+from ds_ckpt.activation.planning.fake import Forward, fake_run
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
+from ds_ckpt.patch import patched
 from ds_ckpt.telemetry.memory import (
     MemoryTracker,
     ModuleTracker,
@@ -80,15 +81,12 @@ class Survey:
     Every storage belongs to the block, or to the outside, that saved it first.
 
     Attributes:
-        operators: of the forward, in order.
         saves: storages of the tensors that autograd saved, in order.
-        sizes: bytes by storage.
         blocks: in the order in which they first run.
         held: bytes of the storages that autograd held at the end of the forward, without weights.
         saved_bytes: as `SavedActivations` measures without checkpointing.
         head_bytes: saved outside of blocks before the last block has ended.
         tail_bytes: saved outside of blocks afterwards (final norm, head, loss).
-        outside: storages that are saved outside of blocks.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -196,22 +194,15 @@ class Survey:
         self.outside = frozenset(outside)
 
 
-def survey(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    modules: Sequence[str] | None = None,
-    device: torch.device | None = None,
-) -> Survey:
+def survey(forward: Forward, modules: Sequence[str] | None = None) -> Survey:
     """Run a fake copy of the model once, under the caller's autocast, and count what it saves.
 
     The model is in training mode, without our checkpointing, and may be partitioned by ZeRO-3.
     Raises UnsupportedError if the forward depends on values of tensors beyond small integers.
     """
-    names = [block.name for block in find_blocks(model, modules)]
+    names = [block.name for block in find_blocks(forward.model, modules)]
     outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
-    with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
+    with fake_run(forward) as (copy, fake_args, fake_kwargs):
         # with the hook in place, as in training: transformers then leaves out its cache
         hooks = CheckpointedBlocks(copy, units=[])
         found = Survey(copy, outermost).run(lambda: copy(*fake_args, **fake_kwargs))
@@ -242,11 +233,11 @@ class _UncountedCopies(Copies):
         self._saved = saved
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        with self._saved.uncounted():
+        with patched(self._saved, "is_uncounted", True):
             return super().host_buffer(nbytes)
 
     def copy(self, source: Tensor, target: Tensor) -> Wait:
-        with self._saved.uncounted():
+        with patched(self._saved, "is_uncounted", True):
             return super().copy(source, target)
 
 
@@ -281,14 +272,6 @@ class StepTrace(MemoryTracker):
         self._saved_at: dict[Storage, tuple[str, str]] = {}
         self.offloaded_bytes = 0
 
-    @contextmanager
-    def _during(self, phase: Phase) -> Iterator[None]:
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
-
     def run(
         self,
         forward: Callable[[], Any],
@@ -310,14 +293,14 @@ class StepTrace(MemoryTracker):
                 next((p.device for p in self._model.parameters()), torch.device("cpu")),
                 make_store=functools.partial(_TracedStore, self.saved),
             )
-            scopes = [functools.partial(self._during, "recompute")]
+            scopes = [functools.partial(patched, self, "phase", "recompute")]
             around = hooks.around if hooks else None
             checkpointing = CheckpointedBlocks(
                 self._model, scopes=scopes, units=units, around=around
             )
         try:
             with gradients_dropped(self._model), self:
-                with self.saved, self.where, self._during("forward"):
+                with self.saved, self.where, patched(self, "phase", "forward"):
                     result = forward()
                 loss = getattr(result, "loss", None)
                 leaves = tensors_in(loss if isinstance(loss, Tensor) else result)
@@ -363,16 +346,10 @@ def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
 
 
 def simulate(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    units: Sequence[Unit],
-    *,
-    device: torch.device | None = None,
-    inputs: CheckpointedInputsConfig | None = None,
+    forward: Forward, units: Sequence[Unit], inputs: CheckpointedInputsConfig | None = None
 ) -> StepTrace:
     """Trace one step of a fake copy of the model; see `StepTrace.run`."""
-    with fake_run(model, args, kwargs, device) as (copy, fake_args, fake_kwargs):
+    with fake_run(forward) as (copy, fake_args, fake_kwargs):
         parts = {b.name: copy.get_submodule(b.name) for unit in units for b in unit.blocks}
         on_copy = [
             replace(unit, blocks=tuple(Block(b.name, parts[b.name]) for b in unit.blocks))

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_ckpt.activation.planning.budget import ActivationPlan, Allowance, Planner, temporary_bytes
 from ds_ckpt.activation.planning.costs import Rates
-from ds_ckpt.activation.planning.fake import FakeModel
+from ds_ckpt.activation.planning.fake import FakeModel, Forward
 from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters
@@ -124,9 +124,8 @@ class Model:
 
     def _survey(self, sequences: int) -> tuple[FakeModel, Survey]:
         made = built_fake(self._subject, sequences)
-        args, kwargs = arguments_of(made.known_batch())
         with made.entered():
-            return made, survey(made.model, args, kwargs, modules=self._modules)
+            return made, survey(_forward(made), self._modules)
 
     def temporary_bytes(self, sequences: int) -> int:
         """Bytes of gradients of activations and temporaries, which grow with the micro-batch."""
@@ -138,9 +137,8 @@ class Model:
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
         recomputed = planner.way_names[min(1, len(planner.way_names) - 1)]
         alone = planner.all_alike(recomputed, ACTIVATIONS)
-        args, kwargs = arguments_of(made.known_batch())
         with made.entered():
-            return temporary_bytes(made.model, args, kwargs, alone)
+            return temporary_bytes(_forward(made), alone)
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:
@@ -174,3 +172,7 @@ class Model:
             found[number] = replace(found[number], kept=2 * behind + found[number].elements < reuse)
             behind += found[number].elements
         return found
+
+
+def _forward(made: FakeModel) -> Forward:
+    return Forward(made.model, *arguments_of(made.known_batch()))
