@@ -16,8 +16,7 @@ from ds_ckpt.activation.policies import policies, policy_names, setting_fields
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
-from ds_ckpt.config.weights import WeightsConfig
-from ds_ckpt.fields import Expects, Name, Requires, Section, derive, section
+from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive, section
 
 _ENABLED = Requires("enabled", (True,))
 
@@ -34,6 +33,36 @@ class TelemetryConfig(Section):
     path: Annotated[
         Name | None, Expects("a file path in quotes", '"runs/telemetry.jsonl"'), _ENABLED
     ] = Field(None, description="JSON Lines file; each rank appends its index to the stem.")
+
+
+class WeightsConfig(Section):
+    """Copies of the weights on every node, so that all-gathers stay inside the node."""
+
+    removed = {
+        "deltas": Removed(
+            "weight changes in few bits were removed", 'write "auto"', ("4bit", "3bit")
+        )
+    }
+
+    resident: Annotated[bool | Literal["auto"], Expects('true, false or "auto"', "true")] = Field(
+        False,
+        description="Keep one copy of the weights per node, sharded over its ranks, and send "
+        "weights between nodes once per step, for 2 bytes per parameter (4 in fp32). Bit-equal to "
+        'DeepSpeed. "auto": only if that shortens the step.',
+    )
+    deltas: Annotated[
+        Literal["auto", "none", "lossless"], Requires("resident", not_in=(False,), suggest=True)
+    ] = Field(
+        "auto",
+        description='Encoding of weights between nodes. "none": uncompressed. "lossless": changes '
+        'in 0.8 to 4 bits a weight, bit-equal. "auto": the faster one for bf16 and fp16, none for '
+        "fp32.",
+    )
+
+    def summary(self) -> str:
+        """Describe the active settings in a few words."""
+        condition = ", if that shortens the step" if self.resident == "auto" else ""
+        return f"weights resident on every node{condition}"
 
 
 class PluginConfig(Section):

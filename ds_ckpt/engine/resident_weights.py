@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ds_ckpt.compression.base import on_host
+from ds_ckpt.config.models import WeightsConfig
 from ds_ckpt.config.paths import show
-from ds_ckpt.config.weights import WeightsConfig
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.exchange.hierarchy import ONE_NODE, discard, hosts_of, new_groups
@@ -31,36 +32,28 @@ GATHERED = "deepspeed"
 """Candidate without resident weights."""
 
 
+@dataclass
 class ResidentWeights:
-    """The weights hook of an engine, its process groups, and the choice by step time.
+    """The attached weights hook of an engine, its process groups, and the choice by step time.
 
-    Args:
-        hook: Attached.
-        codecs: Encodings of the changes, by name; all train alike to the bit.
-        groups: Process groups made for the hook.
-        nccl_bytes: Bytes that NCCL has allocated for them.
-        may_detach: DeepSpeed's own gathers are a candidate, too.
-
-    Attributes:
-        tuner: None if there is nothing to choose.
+    `codecs` are by name; all train alike to the bit. `nccl_bytes` have been allocated for `groups`.
+    With `may_detach` DeepSpeed's own gathers are a candidate, too. `tuner` is None if there is
+    nothing to choose.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        hook: WeightsHook,
-        codecs: Mapping[str, ChangeCodec],
-        groups: tuple[Any, ...],
-        nccl_bytes: int = 0,
-        *,
-        may_detach: bool,
-    ) -> None:
-        self.hook, self.codecs, self.groups, self.nccl_bytes = hook, codecs, groups, nccl_bytes
-        self._engine, self._skipped_steps = engine, int(engine.skipped_steps)
-        candidates = [*codecs, *[GATHERED] * may_detach]
+    engine: Any
+    hook: WeightsHook
+    codecs: Mapping[str, ChangeCodec]
+    groups: tuple[Any, ...]
+    may_detach: bool
+    nccl_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._skipped_steps = int(self.engine.skipped_steps)
+        candidates = [*self.codecs, *[GATHERED] * self.may_detach]
         self.tuner: Tuner | None = None
         if len(candidates) > 1:
-            self.tuner = Tuner("resident weights", candidates, hook.device)
+            self.tuner = Tuner("resident weights", candidates, self.hook.device)
 
     def describe(self) -> str:
         """Return a clause for the line at the start."""
@@ -76,7 +69,7 @@ class ResidentWeights:
         """
         if self.tuner is None:
             return
-        before, self._skipped_steps = self._skipped_steps, int(self._engine.skipped_steps)
+        before, self._skipped_steps = self._skipped_steps, int(self.engine.skipped_steps)
         if is_busy:
             self.tuner.pause()
         else:
@@ -101,7 +94,7 @@ class ResidentWeights:
         if self.hook.is_attached:
             return
         try:
-            refuse_too_large(self._engine, self.hook.layout, '"auto"')
+            refuse_too_large(self.engine, self.hook.layout, '"auto"')
         except Exception as error:  # the same on every rank
             self.tuner = None
             log.warning("ds_ckpt: weights stay with DeepSpeed: %s", error)
@@ -127,8 +120,7 @@ def make_resident(
 ) -> ResidentWeights | None:
     """Make the weights resident; None if all ranks share one node. Collective.
 
-    Raises:
-        UnsupportedError: The nodes, the model or DeepSpeed's settings do not allow it.
+    Raises UnsupportedError if the nodes, the model or DeepSpeed's settings do not allow it.
     """
     from deepspeed import comm
 
@@ -178,9 +170,8 @@ def make_resident(
         for group in (between, inside):
             discard(group)
         raise
-    may_detach = config.resident == "auto"
-    made = engine, hook, codecs, (between, inside), nccl_bytes
-    return ResidentWeights(*made, may_detach=may_detach)
+    groups, may_detach = (between, inside), config.resident == "auto"
+    return ResidentWeights(engine, hook, codecs, groups, may_detach, nccl_bytes)
 
 
 def _codecs(config: WeightsConfig, dtype: torch.dtype) -> dict[str, ChangeCodec]:

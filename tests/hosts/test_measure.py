@@ -12,8 +12,7 @@ import pytest
 
 from ds_ckpt.lab.measure.findings import byte_notes, headline
 from ds_ckpt.lab.measure.measure_report import Report
-from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Store
+from ds_ckpt.lab.measure.samples import PARTS, Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.worker import build_model
 from ds_ckpt.lab.workload import count_parameters

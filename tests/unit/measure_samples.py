@@ -5,8 +5,7 @@ gradient bytes * 8 / r + PACKING (lossy alone) seconds; repetition n adds n * `d
 Weights that are not ZeRO-3's are not gathered; CHANGED is sent in the update.
 """
 
-from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Trial
+from ds_ckpt.lab.measure.samples import PARTS, Memory, Sample, StepTime, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec
 
 COMPUTE_S, RECOMPUTE_S, PACKING_S = 0.4, 0.1, 0.02

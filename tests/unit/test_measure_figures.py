@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Ratio, Row
 from ds_ckpt.lab.measure.findings import Findings, byte_notes, estimate, find, headline
-from ds_ckpt.lab.measure.parts import PARTS, parts
-from ds_ckpt.lab.measure.samples import Sample, StepTime, Trial
+from ds_ckpt.lab.measure.samples import PARTS, Sample, StepTime, Trial, parts
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
 from ds_ckpt.telemetry.timings import Span, Spans

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ds_ckpt.lab.measure.parts import COMPUTE
+from ds_ckpt.lab.measure.samples import COMPUTE
 from ds_ckpt.lab.measure.spec import DENSE, NO_COMM, STOCK, Configuration
 from ds_ckpt.telemetry.units import MB, number
 
@@ -150,26 +150,23 @@ MEASURED: list[Figure[Row]] = [
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policy P and exchange C at one rate, with the rows that they are looked up in."""
+    """Policy P and exchange C at one rate.
 
-    rows: Mapping[str, Row]
-    policy: str
-    method: str
+    Rows of P with C (`compared`) and with D (`reference`), of no checkpointing with D (`plain`),
+    and of P where no gradient is sent (`silent`), if that was measured.
+    """
 
-    @property
-    def compared(self) -> Row:
-        """Row of P with C."""
-        return self.rows[f"{self.policy}/{self.method}"]
+    compared: Row
+    reference: Row
+    plain: Row
+    silent: Row | None
 
-    @property
-    def reference(self) -> Row:
-        """Row of P with D."""
-        return self.rows[f"{self.policy}/{DENSE}"]
-
-    @property
-    def plain(self) -> Row:
-        """Row of no checkpointing with D."""
-        return self.rows[f"none/{DENSE}"]
+    @classmethod
+    def of(cls, rows: Mapping[str, Row], one: Configuration) -> Comparison:
+        """Look up the rows of a configuration."""
+        silent = Configuration(one.policy, NO_COMM, one.weights).name
+        reference, plain = rows[f"{one.policy}/{DENSE}"], rows[f"none/{DENSE}"]
+        return cls(rows[one.name], reference, plain, rows.get(silent))
 
     @property
     def cost_s(self) -> float:
@@ -184,9 +181,7 @@ class Comparison:
     @property
     def ceiling_s(self) -> float | None:
         """Time by which steps are shorter if no gradient is sent."""
-        weights = Configuration.of(self.compared.configuration).weights
-        nothing = self.rows.get(Configuration(self.policy, NO_COMM, weights).name)
-        return None if nothing is None else paired_s(self.reference, nothing)
+        return None if self.silent is None else paired_s(self.reference, self.silent)
 
     @property
     def freed_bytes(self) -> float:

@@ -25,8 +25,7 @@ from ds_ckpt.lab.measure.figures import (
     Row,
     middle_half,
 )
-from ds_ckpt.lab.measure.parts import PARTS
-from ds_ckpt.lab.measure.samples import Memory, Sample, Trial
+from ds_ckpt.lab.measure.samples import PARTS, Memory, Sample, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec, link, title
 from ds_ckpt.lab.report.charts import missing as missing_package
 from ds_ckpt.telemetry.units import MB, number
@@ -119,7 +118,7 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         rows += found.values()
         for one in spec.compared:
             mine = {f.name: e for f in DERIVED if (e := values.get((one.name, f.name)))}
-            sides = Comparison(found, one.policy, one.exchange)
+            sides = Comparison.of(found, one)
             checked = sides.reference.is_checked and sides.compared.is_checked
             comparisons.append(ComparisonRow(rate, one.policy, one.exchange, mine, checked))
     return Findings(spec, rows, comparisons, missing)
@@ -178,7 +177,7 @@ def _values(
         found[name, "step_s"] = row.step_s.value
         found[name, "link_bytes"] = row.link_bytes.value
     for one in spec.compared:
-        comparison = Comparison(rows, one.policy, one.exchange)
+        comparison = Comparison.of(rows, one)
         for figure in DERIVED:
             if isinstance(value := figure.of(comparison), float | Ratio):
                 found[one.name, figure.name] = value

@@ -1,4 +1,4 @@
-"""Records that a run leaves on disk: one JSON line each, with units in the field names.
+"""Parts of a step, and the records of a run: one JSON line each, with units in the field names.
 
 `samples.jsonl` only grows, so a stopped run continues where it was. A last line that was not
 written to its end is dropped.
@@ -7,12 +7,52 @@ written to its end is dropped.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
+from ds_ckpt.telemetry.timings import Span, innermost
+
+PHASES = ("forward", "backward", "update")
+NETWORK = ("network_forward", "network_recompute", "network_backward", "network_update")
+COMPUTE = ("compute_forward", "compute_backward", "compute_update")
+PARTS = (*COMPUTE, "recompute", *NETWORK, "compression")
+_WIRE = {"collective", "wire"}
+_EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
+
+
+def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
+    """Return seconds by part of one step, from the spans of the thread that runs DeepSpeed.
+
+    That thread decides how long a step takes, so each moment of it belongs to one part:
+
+        network     inside a collective, waiting for one, or in an exchange's `wire` section, by
+                    phase: forward, recomputation, backward, update
+        compression the exchange's own work: residuals, packing, unpacking, summing, of gradients
+                    and of resident weights; in default DeepSpeed the reduction's work beside the
+                    collective
+        recompute   inside a recomputation, none of the above
+        compute     forward, backward, update: the rest of each
+
+    Time between phases is in no part: a test compares the sum with the step's own clock.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for start_s, end_s, kinds in innermost([s for s in spans if s.thread == main]):
+        phase = next((kind for kind in kinds if kind in PHASES), None)
+        where = "recompute" if "recompute" in kinds else phase
+        if where is None:
+            continue
+        if _WIRE & set(kinds):
+            part = f"network_{where}"
+        elif _EXCHANGE & set(kinds):
+            part = "compression"
+        else:
+            part = "recompute" if where == "recompute" else f"compute_{where}"
+        seconds[part] += end_s - start_s
+    return seconds
 
 
 class _Record(BaseModel):
@@ -28,7 +68,7 @@ class _Record(BaseModel):
 
 
 class StepTime(_Record):
-    """One step of the slowest process; parts as in `parts.PARTS`."""
+    """One step of the slowest process; parts as in `PARTS`."""
 
     step_s: float
     parts_s: dict[str, float]

@@ -25,8 +25,7 @@ from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
-from ds_ckpt.lab.measure.parts import parts
-from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial
+from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial, parts
 from ds_ckpt.lab.measure.spec import NO_COMM, SPECS, Configuration, Spec, deepspeed_config
 from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
