@@ -31,7 +31,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +53,6 @@ _WHY = "residuals of all ranks are needed: their sum is not delivered yet"
 _START_AT_0 = "remove the ds_ckpt_residuals_* files to start with residuals of 0"
 Parts = Mapping[str, Mapping[str, Any]]
 """State beside the residuals: tensors and JSON values by part and key."""
-
-
-class Stateful(Protocol):
-    """State beside the residuals, equal on all ranks at one place of their nodes."""
-
-    def state_dict(self) -> Parts:
-        """Return tensors and JSON values by part and key."""
-
-    def load_state_dict(self, state: Parts) -> None:
-        """Replace what is held; ranks of another world get rank 0's."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,8 @@ class ResidualFiles:
     A checkpoint of another `method` or other `numels` (by parameter) is refused. `feedback` is None
     if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
     there cover; empty with one level. `model_slice` is this rank's slice of the model as in the
-    file's name, "" for all of it.
+    file's name, "" for all of it. `step` is an `engine.step.StepState`, equal on all ranks at one
+    place of their nodes; ranks of another world load rank 0's.
     """
 
     feedback: Feedback | None
@@ -140,7 +131,7 @@ class ResidualFiles:
     dp_rank: int
     world: int
     peers: Sequence[tuple[int, ...]] = ()
-    step: Stateful | None = None
+    step: Any = None
     model_slice: str = ""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Saves the plugin's state in an engine's checkpoints: wraps save and load.
 
-`StateFiles` reads and writes the state. This file calls it when DeepSpeed saves and loads, with the
-tag and with the caller's choice of what to load.
+`exchange.state.ResidualFiles` reads and writes the state. This file calls it when DeepSpeed saves
+and loads, with the tag and with the caller's choice of what to load.
 
 A save first removes the state of an earlier save under its tag. Then it runs DeepSpeed's save,
 writes the state, and names the tag in `latest`. If it is interrupted, the tag holds no state or an
@@ -15,32 +15,16 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ds_ckpt.files import replacing
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
 
-class StateFiles(Protocol):
-    """State that is saved beside DeepSpeed's files, in the folder of a tag."""
-
-    def clear(self, folder: Path) -> None:
-        """Remove the files of an earlier save under this tag; on one rank, before all `save`."""
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's part."""
-
-    def read(self, folder: Path, *, is_universal: bool) -> Any:
-        """Read and check this rank's part without applying it."""
-
-    def restore(self, state: Any) -> None:
-        """Apply what `read` returned; None starts without state."""
-
-
 def wrap_checkpoints(
     engine: Any,
-    files: StateFiles,
+    files: Any,
     patches: Patches,
     *,
     drop_step: Callable[[], None],
