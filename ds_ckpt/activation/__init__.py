@@ -1,28 +1,12 @@
 """Activation checkpointing: policies, recomputation, offload and partition of inputs."""
 
-from __future__ import annotations
-
-from ds_ckpt.activation.blocks import Block, find_blocks
-from ds_ckpt.activation.install import CheckpointedBlocks
-from ds_ckpt.activation.policies import (
-    Policy,
-    RecomputePolicy,
-    Rule,
-    Unit,
-    make_plan,
-    make_policy,
-    register_policy,
-)
-
-__all__ = [
-    "Block",
-    "CheckpointedBlocks",
-    "Policy",
-    "RecomputePolicy",
-    "Rule",
-    "Unit",
-    "find_blocks",
-    "make_plan",
-    "make_policy",
-    "register_policy",
-]
+from ds_ckpt.activation.blocks import Block as Block
+from ds_ckpt.activation.blocks import find_blocks as find_blocks
+from ds_ckpt.activation.install import CheckpointedBlocks as CheckpointedBlocks
+from ds_ckpt.activation.policies import Policy as Policy
+from ds_ckpt.activation.policies import RecomputePolicy as RecomputePolicy
+from ds_ckpt.activation.policies import Rule as Rule
+from ds_ckpt.activation.policies import Unit as Unit
+from ds_ckpt.activation.policies import make_plan as make_plan
+from ds_ckpt.activation.policies import make_policy as make_policy
+from ds_ckpt.activation.policies import register_policy as register_policy

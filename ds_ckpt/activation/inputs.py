@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from ds_ckpt.fields import Removed, Requires, Section
 from ds_ckpt.telemetry.units import size
 
 
+@dataclass(eq=False)
 class CheckpointedInputs:
     """Saved-tensor hooks around the calls of one model's units.
 
@@ -26,18 +28,15 @@ class CheckpointedInputs:
     recomputations.
     """
 
-    def __init__(
-        self,
-        store: InputStore,
-        partition: Partition | None = None,
-        *,
-        units: Sequence[Unit] = (),
-        keeps_inputs: bool = True,
-    ) -> None:
-        self.store, self.partition, self._keeps_inputs = store, partition, keeps_inputs
+    store: InputStore
+    partition: Partition | None = None
+    units: Sequence[Unit] = ()
+    keeps_inputs: bool = True
+
+    def __post_init__(self) -> None:
         self._places: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, list[nn.Parameter]] = {}
-        for group, unit in enumerate(units):
+        for group, unit in enumerate(self.units):
             for index, block in enumerate(unit.blocks):
                 self._places[block.name] = group, index
                 if unit.offloads:
@@ -63,7 +62,7 @@ class CheckpointedInputs:
             return enter(function, *args, **kwargs)
         store, is_recomputed = self.store, checkpointed is not None
         partition = self.partition if is_recomputed else None
-        is_forward, hooked = True, self._keeps_inputs or not is_recomputed
+        is_forward, hooked = True, self.keeps_inputs or not is_recomputed
         with store.lock:
             call = self._begin(label) if hooked else None
 

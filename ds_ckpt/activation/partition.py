@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -83,6 +84,7 @@ class ShardedRef(TensorView):
         self.content = content
 
 
+@dataclass(eq=False)
 class Partition:
     """Split tensors of block calls between forward and backward.
 
@@ -90,20 +92,16 @@ class Partition:
     the first call of each block and every `every`-th after it.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        store: InputStore,
-        device: torch.device,
-        *,
-        min_bytes: int = 0,
-        ahead: int = 1,
-        every: int = 100,
-    ) -> None:
+    group: Group
+    store: InputStore
+    device: torch.device
+    min_bytes: int = 0
+    ahead: int = 1
+    every: int = 100
+
+    def __post_init__(self) -> None:
         self.counters = PartitionCounters()
-        self._group, self._store, self._device = group, store, device
-        self._ranks = len(group.processes)
-        self._min_bytes, self._ahead, self._every = min_bytes, ahead, every
+        self._ranks = len(self.group.processes)
         self._forwards: Counter[str] = Counter()
         self._layout = 0
         """Hash of all inputs that were not compared yet; 0 if there are none."""
@@ -127,20 +125,20 @@ class Partition:
         if self._error is not None:
             raise self._error
         self._forwards[label] += 1
-        self._compares = self._forwards[label] % self._every == 1 % self._every
+        self._compares = self._forwards[label] % self.every == 1 % self.every
 
     def pack(self, tensor: Tensor, label: str, call: BlockCall) -> ShardedRef:
         """Return what the graph holds instead of `tensor`, an argument of block `label`."""
-        if self._store.stays(tensor, call, self._min_bytes):
+        if self.store.stays(tensor, call, self.min_bytes):
             self._note(label, tensor)
-            return ShardedRef(tensor, self._store.pack(tensor, call))
+            return ShardedRef(tensor, self.store.pack(tensor, call))
         shard = self._shards.get(tensor.untyped_storage()._cdata)
         if shard is None or shard.version != tensor._version:
-            part = shard_of(storage_bytes(tensor), self._ranks, self._group.index)
-            shard = Shard(tensor, self._store.pack(part, call))
+            part = shard_of(storage_bytes(tensor), self._ranks, self.group.index)
+            shard = Shard(tensor, self.store.pack(part, call))
             self._shards[shard.key] = shard
             self.counters.kept_bytes[label] += part.nbytes
-        self._store.share(shard.part, call)
+        self.store.share(shard.part, call)
         shard.calls.add(call.number)
         self._calls.setdefault(call, []).append(shard)
         self._note(label, tensor, shard.nbytes, tensor.storage_offset(), self._compares)
@@ -161,16 +159,16 @@ class Partition:
         """
         if self._error is not None:
             raise self._error
-        values = torch.zeros((), dtype=torch.int64, device=self._device)
+        values = torch.zeros((), dtype=torch.int64, device=self.device)
         if self._checksums:
-            values = checksum(torch.stack(self._checksums)).to(self._device)
-        known = torch.tensor([self._layout, _hash(alive)], device=self._device)
-        answers = self._group.exchange(torch.cat([known, values.reshape(1)]))
+            values = checksum(torch.stack(self._checksums)).to(self.device)
+        known = torch.tensor([self._layout, _hash(alive)], device=self.device)
+        answers = self.group.exchange(torch.cat([known, values.reshape(1)]))
         self._layout, self._checksums = 0, []
         layout_differs, alive_differs, values_differ = (answers != answers[0]).any(0).tolist()
         if layout_differs or values_differ:
             what = "other numbers, shapes or types" if layout_differs else "other values"
-            ranks = ", ".join(map(str, self._group.processes))
+            ranks = ", ".join(map(str, self.group.processes))
             found = f"inputs of blocks with {what} on some of the ranks {ranks}"
             why = "each rank keeps its own part only: recomputation would begin with a mixture"
             remedy = (
@@ -187,7 +185,7 @@ class Partition:
         """Return a tensor of `call`, on the device. Collective at its first tensor."""
         self._reach(call)
         if not isinstance(ref.content, Shard):
-            return self._store.unpack(ref.content, call)
+            return self.store.unpack(ref.content, call)
         self._gather(ref.content, late=True)
         ref.content.wait()
         assert ref.content.joined is not None
@@ -207,14 +205,14 @@ class Partition:
             # if a rank's collector is late, nothing is gathered before it is needed
             self._before = alive if self._compare(sizes) else {}
         self._reached.add(call.number)
-        self._store.reach(call)
+        self.store.reach(call)
         for shard in [s for s in self._here if s.calls <= self._reached - {call.number}]:
             self._drop(shard)
         self._before.pop(call.number, None)
         for shard in self._calls.get(call, []):
             self._gather(shard, late=True)
         before = sorted((n for n in self._before if n < call.number), reverse=True)
-        for number in before[: self._ahead]:
+        for number in before[: self.ahead]:
             for shard in self._before[number]:
                 self._gather(shard, late=False)
 
@@ -223,8 +221,8 @@ class Partition:
         if shard.joined is not None:
             return
         size = shard_bytes(shard.nbytes, self._ranks)
-        shard.joined = torch.empty(size * self._ranks, dtype=torch.uint8, device=self._device)
-        shard.pending = self._group.gather(self._store.take(shard.part), shard.joined)
+        shard.joined = torch.empty(size * self._ranks, dtype=torch.uint8, device=self.device)
+        shard.pending = self.group.gather(self.store.take(shard.part), shard.joined)
         self._here.append(shard)
         self.counters.gathers += 1
         self.counters.late += late

@@ -8,47 +8,29 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ds_ckpt.compression.base import (
-    Codec,
-    Compressor,
-    Method,
-    add_rows,
-    methods,
-    register,
-    unregister,
-)
-from ds_ckpt.compression.dense import Dense, DenseMethod
-from ds_ckpt.compression.entropy_coded import EntropyCoded
-from ds_ckpt.compression.error_feedback import Feedback, all_finite
-from ds_ckpt.compression.powersgd import LowRank, PowerSGD
-from ds_ckpt.compression.quantize import Quantize
-from ds_ckpt.compression.topk import TopK
-from ds_ckpt.compression.wire import aligned, section
-from ds_ckpt.fields import Expects, Removed
+from ds_ckpt.compression.base import Codec as Codec
+from ds_ckpt.compression.base import Compressor as Compressor
+from ds_ckpt.compression.base import Method as Method
+from ds_ckpt.compression.base import add_rows as add_rows
+from ds_ckpt.compression.base import methods as methods
+from ds_ckpt.compression.base import register as register
+from ds_ckpt.compression.base import unregister as unregister
+from ds_ckpt.compression.dense import Dense as Dense
+from ds_ckpt.compression.dense import DenseMethod
+from ds_ckpt.compression.entropy_coded import EntropyCoded as EntropyCoded
+from ds_ckpt.compression.error_feedback import Feedback as Feedback
+from ds_ckpt.compression.error_feedback import all_finite as all_finite
+from ds_ckpt.compression.powersgd import LowRank as LowRank
+from ds_ckpt.compression.powersgd import PowerSGD
+from ds_ckpt.compression.quantize import Quantize as Quantize
+from ds_ckpt.compression.topk import TopK as TopK
+from ds_ckpt.compression.wire import aligned as aligned
+from ds_ckpt.compression.wire import section as section
+from ds_ckpt.fields import Expects as Expects
+from ds_ckpt.fields import Removed as Removed
 
 for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):
     register(_method)
-
-__all__ = [
-    "Codec",
-    "Compressor",
-    "Dense",
-    "EntropyCoded",
-    "Expects",
-    "Feedback",
-    "LowRank",
-    "Method",
-    "Quantize",
-    "Removed",
-    "TopK",
-    "add_rows",
-    "aligned",
-    "all_finite",
-    "methods",
-    "register",
-    "section",
-    "unregister",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,6 +51,7 @@ class _Residual:
     is_cleared: bool = False  # this step leaves nothing
 
 
+@dataclass(eq=False, kw_only=True)
 class Feedback:
     """Residuals of one rank.
 
@@ -58,7 +59,6 @@ class Feedback:
         enabled: carry what is not sent to the next step.
         accumulates: without `enabled`, calls of a step still add up, and tensors that were not
             cleared wait for the next step.
-        dtype: storage between steps.
         device: storage beside the gradients, or in host memory (pinned where CUDA is available).
         seed: seed of the rounding to bf16 or int8. Ranks need different ones, or their rounding
             errors add up instead of averaging out.
@@ -67,21 +67,16 @@ class Feedback:
         steps: committed steps so far. State: the rounding of the next step depends on it.
     """
 
-    def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        accumulates: bool = False,
-        dtype: ResidualDtype = "fp32",
-        device: ResidualDevice = "accelerator",
-        seed: int = 0,
-    ) -> None:
-        self.enabled = enabled
-        self.accumulates = enabled or accumulates
-        self.dtype = dtype
-        self.on_host = device == "cpu"
+    enabled: bool = True
+    accumulates: bool = False
+    dtype: ResidualDtype = "fp32"
+    device: ResidualDevice = "accelerator"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.accumulates = self.enabled or self.accumulates
+        self.on_host = self.device == "cpu"
         self.steps = 0
-        self._seed = seed
         self._residuals: defaultdict[str, _Residual] = defaultdict(_Residual)
         self._place: torch.device | None = None
 
@@ -171,7 +166,7 @@ class Feedback:
         target = encoded = self._target(residual, numel, device)
         if device != working.device:
             encoded = QuantizedTensor.empty(numel, self.dtype, working.device)
-        encoded.encode(working, f"{self._seed} {self.steps} {residual.roundings} {name}")
+        encoded.encode(working, f"{self.seed} {self.steps} {residual.roundings} {name}")
         residual.roundings += 1
         if encoded is not target:
             target.copy_(encoded)

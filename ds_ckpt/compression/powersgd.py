@@ -69,11 +69,7 @@ class PowerSGD(Method):
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
-    """Low-rank compression of a tensor, taken as a matrix.
-
-    Attributes:
-        rank: columns of each factor, lowered to the matrix's smaller side.
-    """
+    """Compression of a tensor, taken as a matrix, to two factors of `rank` columns."""
 
     rank: int
 

@@ -310,7 +310,7 @@ class Session:
         assert self._gradient is not None, "stage 3, and attached"
         group = self.engine.optimizer.dp_process_group
         exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
-        self._gradient.replace_exchange(exchange)
+        self._gradient.exchange = exchange
 
     def _describe(self) -> str:
         facts = [self.config.summary()]

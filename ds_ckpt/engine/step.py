@@ -7,7 +7,7 @@ the residuals. Residuals, factors and the metric's sums are committed or rolled 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ def _uncompressed(name: str, shape: torch.Size) -> None:
     """Choose no compressor."""
 
 
+@dataclass(eq=False)
 class StepState:
     """Chooses how a step's buckets are reduced, and ends the step.
 
@@ -46,21 +47,17 @@ class StepState:
             every rank alike; saved with a checkpoint.
     """
 
-    def __init__(
-        self,
-        exchange: AllToAllExchange,
-        *,
-        warmup_steps: int,
-        warm_up: Choose | None = None,
-        current_step: Callable[[], int],
-        at_boundary: Callable[[], bool] | None = None,
-        tuner: Tuner | None = None,
-    ) -> None:
-        self.exchange, self.tuner, self.is_disabled = exchange, tuner, False
-        self._warmup_steps, self._warm_up = warmup_steps, warm_up
-        self._current_step, self._at_boundary = current_step, at_boundary
+    exchange: AllToAllExchange
+    warmup_steps: int
+    current_step: Callable[[], int]
+    warm_up: Choose | None = None
+    at_boundary: Callable[[], bool] | None = None
+    tuner: Tuner | None = None
+    is_disabled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._nonfinite_before = 0
-        self._metric_start: int | None = warmup_steps
+        self._metric_start: int | None = self.warmup_steps
         """Step at which the metric is measured first; None: the next one."""
         self._expects_more = False
         """The latest micro-step did not end its step."""
@@ -71,14 +68,14 @@ class StepState:
 
     @property
     def _is_warming_up(self) -> bool:
-        return self._current_step() < self._warmup_steps
+        return self.current_step() < self.warmup_steps
 
     def mode(self, names: Sequence[str] = ()) -> ReductionMode:
         """Return how the bucket of these parameters is reduced. Constant within a step.
 
         A compressed parameter is sent uncompressed once before DeepSpeed reduces it.
         """
-        if self._is_warming_up and self._warm_up is None:
+        if self._is_warming_up and self.warm_up is None:
             return "deepspeed"
         if self.is_disabled:
             return "uncompressed"
@@ -100,7 +97,7 @@ class StepState:
 
     @property
     def _warm_ups(self) -> tuple[Choose, ...]:
-        return () if self._warm_up is None else (self._warm_up,)
+        return () if self.warm_up is None else (self.warm_up,)
 
     def reserve(self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device) -> None:
         """See `AllToAllExchange.reserve`."""
@@ -113,21 +110,21 @@ class StepState:
 
     def choose_reduction(self, names: Sequence[str], loss_scale: float) -> Reduce | None:
         """Begin a bucket; see `ds_ckpt.zero3.gradient_hook.BucketExchange`."""
-        self._expects_more = self._at_boundary is not None and not self._at_boundary()
+        self._expects_more = self.at_boundary is not None and not self.at_boundary()
         mode, is_warming_up = self.mode(names), self._is_warming_up
         if is_warming_up and mode == "deepspeed":
             return None
         if not is_warming_up and self.exchange.metric is not None:
             if self._metric_start is None:
-                self._metric_start = self._current_step()
-            self.exchange.metric.begin_step(self._current_step() - self._metric_start)
+                self._metric_start = self.current_step()
+            self.exchange.metric.begin_step(self.current_step() - self._metric_start)
         reduce = self.exchange.average
         choose: Choose | None = _uncompressed if mode == "uncompressed" else None
         if self._expects_more:
             reduce = self.exchange.accumulate
         elif is_warming_up and mode == "compressed":
             self._drained.difference_update(names)
-            choose = self._warm_up
+            choose = self.warm_up
         else:
             if not self.is_disabled:
                 self._sent.update(dict.fromkeys(names, mode))
@@ -236,8 +233,9 @@ def make_step_state(
     """Make one rank's end of the exchange, real or virtual; `everyone` sums over all ranks."""
     choose = settings.choose(embeddings, 1 if in_host is None else in_host.processes)
     metric, accumulates = settings.metric(everyone.all_reduce), at_boundary is not None
+    kept = feedback or Feedback(enabled=False)
     exchange = AllToAllExchange(
-        between, choose, feedback, accumulates=accumulates, in_host=in_host, metric=metric
+        between, choose, kept, accumulates=accumulates, in_host=in_host, metric=metric
     )
     return StepState(
         exchange,

@@ -109,6 +109,7 @@ def _packed_bytes(codec: Codec | None, dtype: torch.dtype, layout: LocalShard) -
     return [packed[numel] for numel in layout.sizes]
 
 
+@dataclass(eq=False)
 class AllToAllExchange:
     """One rank's end. All ranks call `average` for the same buckets in the same order.
 
@@ -117,30 +118,22 @@ class AllToAllExchange:
     `accumulates`, gradients of some calls are kept by `accumulate` and sent with the next one.
 
     Attributes:
-        world: ranks that are averaged over.
         spans: records of the exchange's sections; None: they are not timed.
         errors: what compression leaves out, while it is sampled.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        choose: Choose,
-        feedback: Feedback | None = None,
-        factors: Factors | None = None,
-        *,
-        accumulates: bool = False,
-        in_host: InHostSum | None = None,
-        metric: PreconditionerEstimate | None = None,
-    ) -> None:
-        self.transport = transport
-        self.metric = metric
-        self.feedback = feedback if feedback is not None else Feedback(enabled=False)
-        self.factors = factors if factors is not None else Factors()
-        self._choose = choose
-        self._accumulates = accumulates
-        self._in_host = in_host
-        assert not accumulates or self.feedback.accumulates, "gradients are kept in the residuals"
+    transport: Transport
+    choose: Choose
+    feedback: Feedback = field(default_factory=lambda: Feedback(enabled=False))
+    factors: Factors = field(default_factory=Factors)
+    accumulates: bool = False
+    in_host: InHostSum | None = None
+    metric: PreconditionerEstimate | None = None
+
+    def __post_init__(self) -> None:
+        transport, in_host = self.transport, self.in_host
+        kept = not self.accumulates or self.feedback.accumulates
+        assert kept, "gradients are kept in the residuals"
         self._nonfinite_buckets = 0
         self._same_version: Tensor | None = None
         self._finite: list[Tensor] = []  # flags of buckets that the host has not read yet
@@ -155,11 +148,11 @@ class AllToAllExchange:
         self, shapes: Iterable[tuple[str, torch.Size]], device: torch.device, *others: Choose
     ) -> None:
         """Allocate residuals and compile kernels, also for `others`, compressors of other steps."""
-        ways = (self._choose, *others) if self.world > 1 else ()
+        ways = (self.choose, *others) if self.world > 1 else ()
         sizes: dict[Codec, set[int]] = {}
         for name, shape in shapes:
             compressors = [c for choose in ways if (c := choose(name, shape)) is not None]
-            if compressors or self._accumulates:
+            if compressors or self.accumulates:
                 layout = local_shard(ShardLayout(shape.numel(), self.world), self._members)
                 self.feedback.reserve(name, layout.numel, device)
                 for codec in filter(None, (c.codec for c in compressors)):
@@ -179,12 +172,12 @@ class AllToAllExchange:
         Collective if it `sends`.
         """
         names = [name for name, _, _ in bucket]
-        first = self.accumulate if self._accumulates else self.average
-        ways = [(first, self._choose), *((self.average, way) for way in (self._choose, *others))]
-        transport, in_host = self.transport, self._in_host
+        first = self.accumulate if self.accumulates else self.average
+        ways = [(first, self.choose), *((self.average, way) for way in (self.choose, *others))]
+        transport, in_host = self.transport, self.in_host
         if not sends:
             self.transport = NullTransport(transport)
-            self._in_host = in_host and InHostSum(NullTransport(in_host.transport), in_host.peers)
+            self.in_host = in_host and InHostSum(NullTransport(in_host.transport), in_host.peers)
         try:
             for reduce, choose in ways:  # from the second on with a residual
                 zeros = (torch.zeros(shape, dtype=dt, device=device) for _, shape, dt in bucket)
@@ -196,7 +189,7 @@ class AllToAllExchange:
             self.factors.rollback()
             self.reset_step()
         finally:
-            self.transport, self._in_host = transport, in_host
+            self.transport, self.in_host = transport, in_host
 
     def reset_step(self) -> None:
         """Forget the flag of accumulated gradients; the caller commits or rolls back the rest."""
@@ -232,7 +225,7 @@ class AllToAllExchange:
 
         A non-finite value in them flags every bucket of the step. Arguments as for `average`.
         """
-        items = self._items(names, tensors, self._choose if choose is None else choose)
+        items = self._items(names, tensors, self.choose if choose is None else choose)
         with timed("residual", self.spans):
             sums = []
             for item in items:
@@ -272,7 +265,7 @@ class AllToAllExchange:
             Flat shards in the gradients' dtypes, still multiplied by `loss_scale`. In a world of
             one, views of the gradients themselves.
         """
-        choose = self._choose if choose is None else choose
+        choose = self.choose if choose is None else choose
         if self.world == 1 and not any(map(self.feedback.has_residual, names)):
             return [tensor.reshape(-1) for tensor in tensors]
         shards = self._exchange(self._items(names, tensors, choose), loss_scale)
@@ -283,10 +276,10 @@ class AllToAllExchange:
 
     def _compressor(self, name: str, tensor: Tensor, choose: Choose) -> Compressor | None:
         compressor = choose(name, tensor.shape)
-        if compressor is None and (self._accumulates or self.feedback.has_residual(name)):
+        if compressor is None and (self.accumulates or self.feedback.has_residual(name)):
             # An uncompressed tensor's residual is sent with it, in fp32 so that none is left. With
             # accumulation rounding stays as residual, but fp16 would lose small values.
-            exact = not self._accumulates or tensor.dtype == torch.float16
+            exact = not self.accumulates or tensor.dtype == torch.float16
             return Dense(torch.float32 if exact else tensor.dtype)
         return compressor
 
@@ -294,9 +287,9 @@ class AllToAllExchange:
         """Return a bucket's tensors with compressors, contributions and layouts."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
-        if self._in_host is not None and flats:
+        if self.in_host is not None and flats:
             with timed("in_host", self.spans):
-                flats = self._in_host.sum(flats, shards)
+                flats = self.in_host.sum(flats, shards)
         layouts = [local_shard(s, self._members) for s in shards]
         return [
             Item(n, t.shape, t.dtype, local, layout, self._compressor(n, t, choose))

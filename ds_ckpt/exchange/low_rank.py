@@ -45,8 +45,6 @@ class RowBlocks:
     """Rows of a [rows, columns] tensor that a rank's local shard touches, one block a member.
 
     Attributes:
-        layout: the local shard.
-        columns: length of a row.
         rows: rows of the matrix of all blocks; of the tensor, if the local shard is the whole.
         entries: by member, the entries of its shard in the flattened matrix.
         is_local: the local shard is the matrix: it has whole rows only.
@@ -94,11 +92,7 @@ class RowBlocks:
 
 
 class FactorSum:
-    """Sums of factors over one group of ranks.
-
-    Attributes:
-        finite: bool []: the factors that were summed last are finite.
-    """
+    """Sums of factors over one group of ranks; `finite` (bool []): those summed last are."""
 
     finite: Tensor
 
@@ -142,8 +136,7 @@ class _Matrix:
     Attributes:
         local: tensor to be sent. Turns into the residual, own shard zero.
         given: orthonormal factor that all ranks have: first q, then p.
-        mine: this rank's product with it, as it will arrive.
-        total: sum of all ranks' products.
+        mine, total: this rank's product with it, as it will arrive, and the sum over ranks.
     """
 
     blocks: RowBlocks

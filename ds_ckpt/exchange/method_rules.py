@@ -102,9 +102,7 @@ class Rules:
     """Chooses compressors; a `Choose`.
 
     Attributes:
-        default: for tensors without a rule.
         min_numel: smaller tensors are sent uncompressed unless a rule applies.
-        rules: in order.
         embeddings: names of embedding weights that no other layer shares.
         local: ranks of a node that divide each gradient among them; 1 with one level.
     """

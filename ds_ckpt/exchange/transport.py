@@ -22,28 +22,18 @@ def gather_objects(own: Any) -> list[Any]:
     return found
 
 
-class Transport(Protocol):
-    """One rank's end of a group that exchanges bytes and sums.
+Sizes = Sequence[int]
+"""Bytes from or for each rank, in their order."""
 
-    Attributes:
-        world: number of ranks in the group.
-        dp_rank: index of this rank in the group.
-    """
+
+class Transport(Protocol):
+    """One rank's end, at index `dp_rank`, of a group of `world` that exchanges bytes and sums."""
 
     world: int
     dp_rank: int
 
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> None:
-        """Send consecutive pieces of `input`, uint8, one to each rank; fill `output` likewise.
-
-        Splits are bytes from and for each rank, in their order.
-        """
+    def all_to_all(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> None:
+        """Send consecutive pieces of `input`, uint8, one to each rank; fill `output` likewise."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, fp32 and contiguous, over the group, in place; the same bits everywhere."""
@@ -64,16 +54,9 @@ class TorchTransport:
         self.world = int(torch_dist.get_world_size(group))
         self.dp_rank = int(torch_dist.get_rank(group))
 
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> None:
         """See `Transport.all_to_all`."""
-        splits = list(output_splits), list(input_splits)
-        self._all_to_all_single(output, input, *splits, group=self._group)
+        self._all_to_all_single(output, input, [*received], [*sent], group=self._group)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Transport.all_reduce`."""

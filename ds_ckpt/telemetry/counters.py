@@ -59,7 +59,6 @@ class Counters:
 
     Attributes:
         gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`.
-        default: purpose of collectives outside of `purpose`.
         is_on_another_node: returns whether a rank is on another node; None counts no far bytes.
         far_bytes: part of `bytes_sent` that goes to other nodes.
     """

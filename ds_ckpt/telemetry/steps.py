@@ -9,7 +9,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -160,6 +160,7 @@ def line_of(record: Mapping[str, Any]) -> str:
     return f"ds_ckpt: step {record['step']}: {', '.join(facts)}"
 
 
+@dataclass
 class StepLog:
     """Writes a record every `every_n_steps` steps to a JSONL file, and keeps the `last`.
 
@@ -167,31 +168,26 @@ class StepLog:
     logs a line. `spans` have the parts of steps. `is_compressing` describes the next step.
     """
 
-    def __init__(
-        self,
-        counters: Counters,
-        *,
-        every_n_steps: int,
-        path: str | None,
-        rank: int,
-        sample: Callable[[], ExchangeSample] = ExchangeSample,
-        monitor: Callable[[list[Event]], None] | None = None,
-        spans: Spans | None = None,
-        is_compressing: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._counters, self._every = counters, every_n_steps
-        self._spans, self._is_compressing = spans or Spans(), is_compressing
-        self._is_logging_rank = rank == 0
-        self._modes = deque([False] * self._spans.delay + [is_compressing()])
+    counters: Counters
+    every_n_steps: int
+    path: str | None
+    rank: int
+    sample: Callable[[], ExchangeSample] = ExchangeSample
+    monitor: Callable[[list[Event]], None] | None = None
+    spans: Spans = field(default_factory=Spans)
+    is_compressing: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._modes = deque([False] * self.spans.delay + [self.is_compressing()])
         """True for each compressed step, of the steps whose parts come next."""
         self._timed: list[tuple[bool, Mapping[str, float]]] = []
         self._uncompressed_s: deque[float] = deque(maxlen=64)
-        self._sample, self._monitor = sample, monitor
         self._file: Path | None = None
-        if path:
-            wanted = Path(path)
-            self._file = wanted.with_name(f"{wanted.name.removesuffix('.jsonl')}.{rank}.jsonl")
-        self._before = counters.snapshot()
+        if self.path:
+            wanted = Path(self.path)
+            name = f"{wanted.name.removesuffix('.jsonl')}.{self.rank}.jsonl"
+            self._file = wanted.with_name(name)
+        self._before = self.counters.snapshot()
         self._time_s, self._steps = time.perf_counter(), 0
         self.last: dict[str, Any] | None = None
 
@@ -199,10 +195,10 @@ class StepLog:
         """Count a step; write a record if it is the last one of its interval."""
         self._steps += 1
         self._time_step()
-        if step % self._every:
+        if step % self.every_n_steps:
             return
-        now, now_s = self._counters.snapshot(), time.perf_counter()
-        exchange = self._sample()
+        now, now_s = self.counters.snapshot(), time.perf_counter()
+        exchange = self.sample()
         took_s, counted = now_s - self._time_s, now - self._before
         has_baseline = len(self._uncompressed_s) >= MIN_UNCOMPRESSED
         uncompressed_s = median(self._uncompressed_s) if has_baseline else None
@@ -213,16 +209,16 @@ class StepLog:
         self.last = {"step": step, "steps": self._steps, **values}
         self._before, self._time_s, self._steps = now, now_s, 0
         self.note(self.last)
-        if self._is_logging_rank:
+        if self.rank == 0:
             log.info(line_of(self.last))
-        if self._monitor is not None:
-            self._monitor(list(_events(step, values)))
+        if self.monitor is not None:
+            self.monitor(list(_events(step, values)))
 
     def _time_step(self) -> None:
-        is_compressed, spans = self._modes.popleft(), self._spans.take()
-        self._modes.append(self._is_compressing())
+        is_compressed, spans = self._modes.popleft(), self.spans.take()
+        self._modes.append(self.is_compressing())
         if spans:
-            parts = step_parts(spans, self._spans.waits)
+            parts = step_parts(spans, self.spans.waits)
             self._timed.append((is_compressed, parts))
             if not is_compressed:
                 self._uncompressed_s.append(parts["reduction"])

@@ -48,11 +48,7 @@ def timed(kind: str, spans: Spans | None) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in one thread, in `time.perf_counter` seconds.
-
-    Attributes:
-        depth: number of the thread's spans around it.
-    """
+    """A stretch of time in one thread, by `time.perf_counter`, inside `depth` others."""
 
     kind: str
     start_s: float
@@ -192,11 +188,7 @@ class TimedHandle:
 
 @dataclass
 class Errors:
-    """Squared norms before and after compression, by method.
-
-    Attributes:
-        sampling: whether buckets are measured; it costs two passes over each.
-    """
+    """Squared norms before and after compression, by method; `sampling` costs two passes."""
 
     sampling: bool = False
     _sums: dict[str, list[Any]] = field(default_factory=dict)

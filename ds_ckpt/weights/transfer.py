@@ -35,25 +35,21 @@ class InFlight:
     """True if packets are encoded on the CPU."""
 
 
+@dataclass
 class ReplicaTransfer:
     """Sends the packets of all owners, in order. Collective: all ranks send equally many packets.
 
-    Args:
-        layout: Ranks and replicas.
-        group: All ranks, for this traffic alone: it runs beside other collectives.
-        all_to_all_single: `torch.distributed`'s function, or one of the same arguments.
-        device: Returns the device of the collective.
+    `group` are all ranks, for this traffic alone: it runs beside other collectives.
+    `all_to_all_single` is `torch.distributed`'s, or counts. `device` returns the collective's.
     """
 
-    def __init__(
-        self,
-        layout: NodeLayout,
-        group: Any,
-        all_to_all_single: Callable[..., Any],
-        device: Callable[[], torch.device],
-    ) -> None:
-        self._layout, self._group, self._device = layout, group, device
-        self._all_to_all_single = all_to_all_single
+    layout: NodeLayout
+    group: Any
+    all_to_all_single: Callable[..., Any]
+    device: Callable[[], torch.device]
+
+    def __post_init__(self) -> None:
+        layout = self.layout
         self._others = [owner for owner in layout.replicated if owner != layout.rank]
         self._waiting: deque[tuple[Tensor, dict[int, int]]] = deque()
         self._in_flight: deque[InFlight] = deque()
@@ -90,7 +86,7 @@ class ReplicaTransfer:
 
     def preallocate(self, nbytes: int) -> None:
         """Send a packet of zeros and drop it: NCCL makes buffers with a group's first message."""
-        packet = torch.zeros(nbytes, dtype=torch.uint8, device=self._device())
+        packet = torch.zeros(nbytes, dtype=torch.uint8, device=self.device())
         self.start([packet], is_fixed_size=True)
         self.receive()
 
@@ -119,16 +115,16 @@ class ReplicaTransfer:
             self._in_flight.append(self._deliver(packet, lengths, async_op=True))
 
     def _deliver(self, packet: Tensor, by_owner: dict[int, int], *, async_op: bool) -> InFlight:
-        layout, from_host = self._layout, on_host(packet.device)
+        layout, from_host = self.layout, on_host(packet.device)
         lengths = [by_owner.get(rank, 0) for rank in range(layout.world)]
         to = [rank for rank in layout.replicas(layout.rank) if rank != layout.rank]
         send = [packet.numel() if rank in to else 0 for rank in range(layout.world)]
         if not from_host:  # encoded on the compute stream, sent from this one
             packet.record_stream(_stream(packet))
-        outgoing = packet.repeat(len(to)).to(self._device())
+        outgoing = packet.repeat(len(to)).to(self.device())
         incoming = outgoing.new_empty(sum(lengths))
-        handle = self._all_to_all_single(
-            incoming, outgoing, lengths, send, group=self._group, async_op=async_op
+        handle = self.all_to_all_single(
+            incoming, outgoing, lengths, send, group=self.group, async_op=async_op
         )
         return InFlight(handle, outgoing, incoming, lengths, from_host)
 

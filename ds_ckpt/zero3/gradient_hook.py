@@ -15,6 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -50,35 +51,27 @@ class BucketExchange(Protocol):
         """End a step that was skipped, or whose gradients are dropped: a bucket may have raised."""
 
 
+@dataclass(eq=False)
 class GradientHook:
     """Routes one ZeRO-3 optimizer's buckets to a `BucketExchange` until `detach()`.
 
     Without an exchange it only counts, and DeepSpeed's own reduction runs.
 
-    Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer.
+    Attributes:
         names: Names by `ds_id` of the parameters to exchange; DeepSpeed reduces other buckets.
+        exchange: May be replaced between steps.
         verify: An exchange that sends everything, if DeepSpeed's source has changed: the first
             finite bucket is compared with DeepSpeed's own reduction.
-
-    Attributes:
         before_forward: Called as each forward begins.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        names: dict[int, str],
-        exchange: BucketExchange | None,
-        counters: Counters,
-        *,
-        verify: BucketExchange | None = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        self._exchange = exchange
-        self._counters = counters
-        self._verify = verify
+    optimizer: Any
+    names: dict[int, str]
+    exchange: BucketExchange | None
+    counters: Counters
+    verify: BucketExchange | None = None
+
+    def __post_init__(self) -> None:
         self._patches = Patches()
         self._is_unfinished = False
         """Buckets were reduced and backward has not ended, or a step began without a decision."""
@@ -89,7 +82,7 @@ class GradientHook:
         self._install()
 
     def _install(self) -> None:
-        optimizer, patches = self._optimizer, self._patches
+        optimizer, patches = self.optimizer, self._patches
         avg_scatter = getattr(optimizer, f"{_PREFIX}avg_scatter_grads")
         zero_grad = optimizer.zero_grad
         epilogue = optimizer.independent_gradient_partition_epilogue
@@ -98,9 +91,9 @@ class GradientHook:
         waits = ("reduce", "collective") if stream != current else ()
 
         def avg_scatter_grads(params: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-            self._is_unfinished = self._exchange is not None
+            self._is_unfinished = self.exchange is not None
             try:
-                with self._counters.purpose(Purpose.REDUCE):
+                with self.counters.purpose(Purpose.REDUCE):
                     return self._reduced(params, functools.partial(avg_scatter, params, dtype))
             except BaseException:  # the caller may catch it and train on
                 self.drop_step()
@@ -113,9 +106,9 @@ class GradientHook:
                 skipped = decide()
                 self._autocast_scale = None
                 self._count_skipped(skipped=bool(skipped) and self._scale() >= before)
-                if self._exchange is not None:
-                    with self._counters.purpose(Purpose.REDUCE):  # small sums over all ranks
-                        (self._exchange.rollback if skipped else self._exchange.commit)()
+                if self.exchange is not None:
+                    with self.counters.purpose(Purpose.REDUCE):  # small sums over all ranks
+                        (self.exchange.rollback if skipped else self.exchange.commit)()
             except BaseException:  # DeepSpeed raises if the loss scale can fall no further
                 self.drop_step()
                 raise
@@ -124,21 +117,21 @@ class GradientHook:
             return skipped
 
         def step_begins() -> None:
-            self._is_unfinished = self._exchange is not None
+            self._is_unfinished = self.exchange is not None
 
         @functools.wraps(zero_grad)
         def drop_and_zero_grad(*args: Any, **kwargs: Any) -> Any:
             """Between backward and step this drops the gradients, and their pending residuals."""
             if self._broke_off():
                 self.drop_step()
-            elif self._exchange is not None:
-                self._exchange.rollback()
+            elif self.exchange is not None:
+                self.exchange.rollback()
             return zero_grad(*args, **kwargs)
 
         def gradient_partition_epilogue() -> None:
             with ExitStack() as stack:
                 for kind in waits:  # backward's end waits for the side stream
-                    stack.enter_context(self._counters.span(kind))
+                    stack.enter_context(self.counters.span(kind))
                 epilogue()  # reduces the last bucket
             self._is_unfinished = False
 
@@ -153,7 +146,7 @@ class GradientHook:
         patches.set(optimizer, "clear_backward_seen_flag", clear_flag)
         patches.set(optimizer, "_pre_step", _after(step_begins, optimizer._pre_step))
         patches.set(optimizer, f"{_PREFIX}avg_scatter_grads", avg_scatter_grads)
-        wrap_skip_decision(optimizer, patches, end_step, always_check=self._exchange is not None)
+        wrap_skip_decision(optimizer, patches, end_step, always_check=self.exchange is not None)
 
     def _reduced(
         self, params: Sequence[Any], avg_scatter: Callable[[], list[torch.Tensor]]
@@ -161,7 +154,7 @@ class GradientHook:
         """Call DeepSpeed's method with its reduction replaced."""
         from deepspeed.runtime.zero import stage3
 
-        if self._exchange is None:
+        if self.exchange is None:
             return avg_scatter()
         deepspeeds = stage3.reduce_scatter_coalesced
 
@@ -185,23 +178,23 @@ class GradientHook:
         deepspeed_reduce: Reduce,
     ) -> list[torch.Tensor]:
         """Answer one call of `reduce_scatter_coalesced` for the bucket's parameters."""
-        assert self._exchange is not None
+        assert self.exchange is not None
         assert len(params) == len(tensors), "DeepSpeed reduces another bucket than announced"
-        if params[0].ds_id not in self._names:  # a bucket has one group
+        if params[0].ds_id not in self.names:  # a bucket has one group
             return deepspeed_reduce(tensors)
-        names = [self._names[p.ds_id] for p in params]
-        if self._verify is not None:
-            ours = self._verify.choose_reduction(names, self._scale())
+        names = [self.names[p.ds_id] for p in params]
+        if self.verify is not None:
+            ours = self.verify.choose_reduction(names, self._scale())
             if ours is None or check_identity(names, tensors, ours, deepspeed_reduce, group):
-                self._verify = None
-        reduce = self._exchange.choose_reduction(names, self._scale())
+                self.verify = None
+        reduce = self.exchange.choose_reduction(names, self._scale())
         return (reduce or deepspeed_reduce)(tensors)
 
     def drop_step(self) -> None:
         """Drop the step under way: gradients of all its micro-steps, and their residuals."""
-        if self._exchange is None:
+        if self.exchange is None:
             return
-        self._exchange.rollback()
+        self.exchange.rollback()
         self._autocast_scale = None
         self._drop_gradients()
         self._is_unfinished = False
@@ -209,7 +202,7 @@ class GradientHook:
     def _drop_gradients(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         optimizer.micro_step_id = 0
         optimizer._epilogue_ran_this_backward = False
         for bucket in optimizer.ipg_buckets.values():
@@ -228,9 +221,9 @@ class GradientHook:
 
     def _broke_off(self) -> bool:
         """Return whether a backward or a step began and did not end."""
-        if self._exchange is None:
+        if self.exchange is None:
             return False
-        return self._is_unfinished or any(b.params for b in self._optimizer.ipg_buckets.values())
+        return self._is_unfinished or any(b.params for b in self.optimizer.ipg_buckets.values())
 
     def _drop_unfinished(self) -> None:
         amid_backward = torch._C._current_graph_task_id() != -1  # GradCache calls the model
@@ -253,14 +246,10 @@ class GradientHook:
                 self._scale(),
             )
 
-    def replace_exchange(self, exchange: BucketExchange) -> None:
-        """Reduce every bucket by another exchange; between steps only."""
-        self._exchange = exchange
-
     def _scale(self) -> float:
         """Return the gradients' factor: the loss scale, or torch autocast's scaler."""
-        scaler = getattr(self._optimizer, "torch_autocast_gradscaler", None)
-        scale = float(self._optimizer.loss_scale)
+        scaler = getattr(self.optimizer, "torch_autocast_gradscaler", None)
+        scale = float(self.optimizer.loss_scale)
         if scaler is None:
             return scale
         if self._autocast_scale is None:

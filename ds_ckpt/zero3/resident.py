@@ -39,16 +39,8 @@ def transient_bytes(
 
     ZeRO-3 keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
     (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is half
-    of the distance, there and back.
-
-    Args:
-        released: Elements of each parameter that is not persistent.
-        largest: Elements of the largest block, which is gathered as one.
-        trainable: Elements with gradients.
-        itemsize: Bytes per element.
-        reuse: `stage3_max_reuse_distance`.
-        prefetch: `stage3_prefetch_bucket_size`.
-        bucket: `reduce_bucket_size`.
+    of the distance, there and back. All arguments but `itemsize` count elements: of each parameter
+    that is not persistent, of the largest block, with gradients, and of DeepSpeed's settings.
     """
     gathered = min(sum(released), max(reuse // 2, largest) + prefetch)
     return {

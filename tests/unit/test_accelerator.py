@@ -64,7 +64,7 @@ class OnGpus:
         self.world = World(size, _choose(method), **options)
         self.gpus = [Gpu() for _ in range(size)]
         for gpu, exchange in zip(self.gpus, self.world.exchanges, strict=True):
-            inside = [exchange._in_host.transport] if exchange._in_host is not None else []
+            inside = [exchange.in_host.transport] if exchange.in_host is not None else []
             for transport in (exchange.transport, *inside):
                 for name in ("all_to_all", "all_reduce"):
                     setattr(transport, name, gpu.uncounted(getattr(transport, name)))
@@ -209,8 +209,8 @@ def _messages(processes: OnGpus) -> list[tuple[str, str, tuple[int, ...]]]:
 
     for exchange in processes.world.exchanges:
         levels = {"between": exchange.transport}
-        if exchange._in_host is not None:
-            levels["inside"] = exchange._in_host.transport
+        if exchange.in_host is not None:
+            levels["inside"] = exchange.in_host.transport
         for level, transport in levels.items():
             for name in ("all_to_all", "all_reduce"):
                 setattr(transport, name, noting(getattr(transport, name), level, name))

@@ -84,11 +84,11 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
             world.virtual.transports[p],
             settings.residuals(p, defers=False),
             current_step=lambda: 1,
-            in_host=world.exchanges[p]._in_host,
+            in_host=world.exchanges[p].in_host,
         )
         hook: Any = GradientHook.__new__(GradientHook)
-        vars(hook).update(_optimizer=SimpleNamespace(loss_scale=1.0), _names={0: "w"}, _verify=None)
-        vars(hook).update(_exchange=state, _counters=Counters())
+        vars(hook).update(optimizer=SimpleNamespace(loss_scale=1.0), names={0: "w"}, verify=None)
+        vars(hook).update(exchange=state, counters=Counters())
         sys.setprofile(way if p == 0 else None)
         try:
             hook.reduce_bucket([SimpleNamespace(ds_id=0)], [torch.ones(64, 64)], None, None)

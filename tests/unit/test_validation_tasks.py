@@ -315,7 +315,7 @@ def test_large_embeddings_go_as_in_a_session() -> None:
     world = worlds.InProcessWorld(
         model, lambda *_: torch.zeros(()), worlds.Recipe(1), lossy("powersgd", rank=2), workers=2
     )
-    choose = world.workers.states[0].exchange._choose
+    choose = world.workers.states[0].exchange.choose
     shape = torch.Size((8192, 16))
     assert isinstance(choose("0.weight", shape), TopK)
     assert isinstance(choose("other.weight", shape), LowRank)

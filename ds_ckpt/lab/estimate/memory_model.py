@@ -79,13 +79,11 @@ class States:
     """Bytes that one rank keeps beside activations.
 
     Attributes:
-        gathered_bytes: weights gathered at a time, at most.
         communication_bytes: the reduce bucket, and what its reduction copies and sends.
         trainable_bytes: gradients of one rank before they are sharded.
         temporary_bytes: 32-bit gradients in the optimizer's step, and the piece they are cast from.
         host_bytes: in host memory; not part of the other fields.
         host_copy_bytes: this rank's part of its node's copy of the weights.
-        nccl_bytes: NCCL's buffers for groups of the plugin.
     """
 
     world: int

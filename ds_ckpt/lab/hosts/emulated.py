@@ -137,6 +137,7 @@ def namespace(pid: int) -> str | None:
         return None
 
 
+@dataclass(eq=False)
 class EmulatedHosts(Backend):
     """A context: `count` hosts on one switch, each with a link of `rate_mbit` in each direction.
 
@@ -145,17 +146,14 @@ class EmulatedHosts(Backend):
     Entering raises HostError if `missing()` has reasons or a host does not come up.
     """
 
-    def __init__(
-        self,
-        count: int = 2,
-        *,
-        rate_mbit: float | None = 200.0,
-        slots: int = 1,
-        port: int = MASTER_PORT,
-        pdsh: bool = False,
-    ) -> None:
-        self.names, self.pdsh = tuple(f"host{i}" for i in range(count)), pdsh
-        self.rate_mbit, self.slots, self.port = rate_mbit, slots, port
+    count: int = 2
+    rate_mbit: float | None = 200.0
+    slots: int = 1
+    port: int = MASTER_PORT
+    pdsh: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = tuple(f"host{i}" for i in range(self.count))
         self.hosts: tuple[Host, ...] = ()
         self.folder = Path()
         self._first: list[subprocess.Popen[bytes]] = []

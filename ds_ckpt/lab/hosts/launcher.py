@@ -80,10 +80,8 @@ class NodeReport:
     """Facts about a node that can take part.
 
     Attributes:
-        versions: Version of each module, and of Python.
         ahead_s: Minimum lead of its clock over this one's, in seconds.
         address: Address of its own name, to which gloo binds; empty: the name has none.
-        interface: Interface of its default route.
     """
 
     name: str

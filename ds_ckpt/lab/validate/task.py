@@ -35,8 +35,6 @@ class TaskSpec:
     """Kind and sizes of a task.
 
     Attributes:
-        kind: `language` (held-out loss) or `labelled` (accuracy of a classifier).
-        data: a file; None is the embedded corpus.
         model: name or folder of a checkpoint; None is a new model of `hidden_size` and `layers`.
         world: number of workers or ranks. A rank's own part of a gradient is exact in every
             method, so a few of them lose less than many.
@@ -112,7 +110,6 @@ class Task:
 
     Attributes:
         model: trained in place by virtual workers.
-        shapes: names and shapes of the trainable parameters.
         digest: of data and sizes; runs of equal digests are comparable.
     """
 

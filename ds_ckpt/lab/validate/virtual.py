@@ -6,11 +6,13 @@ One rank computes at a time: small operators slow down if threads compete for th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch import Tensor
+
+from ds_ckpt.exchange.transport import Sizes
 
 T = TypeVar("T")
 _computing = threading.Lock()
@@ -64,20 +66,14 @@ class VirtualTransport:
         self._group, self.world, self.dp_rank = group, group.world, dp_rank
         self.calls = self.sent_bytes = 0
 
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> None:
         """Implement `Transport.all_to_all`. Raises AssertionError if sizes do not match."""
-        assert sum(input_splits) == input.numel(), "input splits do not cover the input"
-        assert sum(output_splits) == output.numel(), "output splits do not cover the output"
-        self.sent_bytes += sum(input_splits) - input_splits[self.dp_rank]
+        assert sum(sent) == input.numel(), "sizes do not cover the input"
+        assert sum(received) == output.numel(), "sizes do not cover the output"
+        self.sent_bytes += sum(sent) - sent[self.dp_rank]
         start = 0
-        posted = self._post((input, input_splits))
-        for (buffer, splits), size in zip(posted, output_splits, strict=True):
+        posted = self._post((input, sent))
+        for (buffer, splits), size in zip(posted, received, strict=True):
             assert splits[self.dp_rank] == size, f"{splits[self.dp_rank]} bytes, not {size}, came"
             at = sum(splits[: self.dp_rank])
             output[start : start + size].copy_(buffer[at : at + size])
