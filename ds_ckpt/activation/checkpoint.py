@@ -105,7 +105,6 @@ class _Comparison:
     difference: Problem | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Compare and keep the next saved tensor."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         index = len(self.values)
@@ -130,7 +129,6 @@ class _Comparison:
         return value
 
     def finish(self) -> None:
-        """Raise the first difference."""
         if self.difference is not None:  # the block has caught the error
             raise RecomputeError(self.difference)
         expected, count = len(self.saved), len(self.values)
@@ -254,7 +252,6 @@ class Call:
         return result
 
     def _run_block(self, *tensors: Tensor) -> Any:
-        """Run the block, in the forward and in the recomputation."""
         function = self._function
         if self._own is not None:  # with the caller's own lists and dicts, into which it may write
             (args, kwargs), self._own = self._own, None

@@ -134,7 +134,6 @@ class _Run:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call module `index`."""
         if target.replaying is not None:  # called with its hooks, for them
             again, target.replaying = target.replaying, None
             return again()

@@ -90,7 +90,6 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 def _key(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 

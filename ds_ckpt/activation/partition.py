@@ -233,7 +233,6 @@ class Partition:
         self._here.remove(shard)
 
     def _end_backward(self) -> None:
-        """Release every gathered tensor."""
         self._reached.clear()
         self._before = {}
         for shard in list(self._here):

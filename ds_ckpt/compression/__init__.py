@@ -34,7 +34,6 @@ for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object of a deprecated name, with a warning."""
     former: dict[str, tuple[Any, str]] = {
         "Gone": (Removed, "Removed"),
         "RowCodec": (Codec, "Codec"),

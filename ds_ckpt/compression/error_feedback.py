@@ -41,8 +41,6 @@ ResidualDevice = Literal["accelerator", "cpu"]
 
 @dataclass
 class _Residual:
-    """Residual of one parameter."""
-
     committed: QuantizedTensor | None = None  # result of the last step that was taken
     pending: QuantizedTensor | None = None  # result of this step so far
     spare: list[QuantizedTensor] = field(default_factory=list)
@@ -244,7 +242,6 @@ class Feedback:
         return self.accumulates and self.dtype == "fp32" and same_device
 
     def _target(self, residual: _Residual, numel: int, device: torch.device) -> QuantizedTensor:
-        """Return the buffer of the step's result."""
         if residual.pending is None or residual.pending.device != device:
             residual.pending = self._spare(residual, numel, device)
         return residual.pending

@@ -28,7 +28,6 @@ class _WithPolicy(Section):
     policy: str
 
     def settings(self) -> RecomputePolicy:
-        """Return the policy with its settings."""
         known = policy_named(self.policy)
         own = known.model_fields if known else {}
         return make_policy(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})

@@ -50,7 +50,6 @@ def section_of(annotation: Any) -> type[Section] | None:
 def _problem(
     words: str, loc: tuple[int | str, ...], value: object, model: type[Section], path: str
 ) -> Problem:
-    """Convert one error of pydantic."""
     place = parent = path
     key, field = "", None
     for part in loc:

@@ -158,7 +158,6 @@ class Session:
             self._resident.step_ended(is_busy=tuner is not None and tuner.is_comparing)
 
     def _install_units(self, units: Sequence[Unit]) -> None:
-        """Checkpoint the model's blocks."""
         model, activation = self.engine.module, self.config.activation
         device = torch.device(self.engine.device)
         self._inputs = build_inputs(activation, model, units, device, self._group)

@@ -208,7 +208,6 @@ class NoCommunication:
         return self._own_shards
 
     def _own_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return flat views of this rank's shards of `tensors`."""
         shards = [ShardLayout(t.numel(), self.world).shard(self.dp_rank) for t in tensors]
         return [t.reshape(-1)[shard] for t, shard in zip(tensors, shards, strict=True)]
 

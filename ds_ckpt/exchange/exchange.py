@@ -284,7 +284,6 @@ class AllToAllExchange:
         return compressor
 
     def _items(self, names: Sequence[str], tensors: list[Tensor], choose: Choose) -> list[Item]:
-        """Return a bucket's tensors with compressors, contributions and layouts."""
         flats = [t.reshape(-1) for t in tensors]
         shards = [ShardLayout(f.numel(), self.world) for f in flats]
         if self.in_host is not None and flats:
@@ -306,7 +305,6 @@ class AllToAllExchange:
             metric.add_gradient(item.name, item.shape, item.layout, item.local, loss_scale)
 
     def _exchange(self, items: Sequence[Item], loss_scale: float) -> list[Tensor]:
-        """Exchange one bucket, from residuals to sums."""
         if not items:
             return []
         others = [item for item in items if not isinstance(item.compressor, LowRank)]

@@ -299,7 +299,6 @@ class Planner:
         return Room(allowance.budget_bytes, head, found.tail_bytes)
 
     def _options(self, allowance: Allowance) -> list[list[Option]]:
-        """Return the options of every surveyed block, by number of its candidate."""
         key = _kind(allowance)
         if key not in self._known_options:
             self._known_options[key] = [
@@ -356,7 +355,6 @@ class Planner:
         )
 
     def _too_small(self, allowance: Allowance) -> UnsupportedError:
-        """Make the error for a budget that nothing fits."""
         needed = self.least(allowance).needed_bytes
         remedies = [f"write at least {_up(needed)} GiB"]
         offloaded = self.least(replace(allowance, offload=True)).needed_bytes

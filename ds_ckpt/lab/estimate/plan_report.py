@@ -68,7 +68,6 @@ def _line(search: Search, one: PlanOption) -> str:
 
 
 def _difference(alone: PlanOption, ours: PlanOption) -> str:
-    """Describe what this plugin saves and costs beside DeepSpeed alone."""
     found: dict[str, list[str]] = {"saves": [], "costs": []}
     for before, after, words in (
         (alone.step.seconds, ours.step.seconds, "s per step"),

@@ -346,7 +346,6 @@ class Search:
         return self._candidate(of, plan)
 
     def _candidate(self, of: Setting, plan: ActivationPlan) -> PlanOption:
-        """The candidate with a plan, under the policy that the plan comes to."""
         question, machine, model = self.question, self.machine, self.question.model
         is_replicated, size = of.weights in (ZERO1, ZERO2), model.parameters.itemsize
         alike = {*plan.choices}
@@ -391,14 +390,12 @@ class Search:
         )
 
     def _zero_states(self, kind: str, divisor: int) -> States:
-        """States of ZeRO, by placement of weights and buckets."""
         setting = Setting(1, self.each, "none", False, kind, PlanMethod(STOCK), divisor)
         file, parameters = deepspeed_file(self.question, setting), self.question.model.parameters
         states, _ = estimate(parameters, file, self.machine.ranks, self.machine.hosts)
         return states if self.machine.streams else replace(states, nccl_bytes=0)
 
     def _memory(self, of: Setting) -> dict[str, int]:
-        """Bytes beside activations."""
         model, machine = self.question.model, self.machine
         states = self._states(of.weights, of.divisor)
         held = of.method.exchange_memory(

@@ -261,7 +261,6 @@ class _Simulation:
         return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
 
     def step(self) -> None:
-        """Run one optimizer step."""
         count = self.strategy.micro_steps
         marks = []
         for number in range(simulated := min(count, SIMULATED)):
@@ -388,7 +387,6 @@ class _Simulation:
         return returned.get(block, 0.0)
 
     def _exchange(self, elements: int, after: float, exchanges: list[float], *, last: bool) -> None:
-        """Exchange one bucket that backward has filled."""
         machine, how = self.machine, self.strategy.gradients
         if how.once and not last:
             exchanges.append(self._compute("compression", elements * how.hold_s, after))

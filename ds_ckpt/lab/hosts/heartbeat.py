@@ -41,7 +41,6 @@ class _Silence:
         self._stall_s, self._begun, self._last_s = stall_s, False, time.monotonic()
 
     def ends(self) -> None:
-        """Count from now."""
         self._begun, self._last_s = True, time.monotonic()
 
     def overdue_s(self) -> float | None:

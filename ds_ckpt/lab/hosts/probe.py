@@ -116,13 +116,11 @@ class _End:
             total *= 2
 
     def _longer(self, took_s: float) -> float:
-        """Return the longer time of both ends."""
         self._out[:8].view(torch.float64).fill_(took_s)
         self._pass(8)
         return max(took_s, float(self._in[:8].view(torch.float64)))
 
     def _pass(self, size: int, *, sends: bool = True, receives: bool = True) -> None:
-        """Exchange messages and wait for them."""
         out, into = self._out[:size], self._in[:size]
         # the receive first: gloo would else send in one direction at a time
         work = [dist.P2POp(dist.irecv, into, self.peer)] if receives else []

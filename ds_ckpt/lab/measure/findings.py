@@ -238,7 +238,6 @@ def headline(findings: Findings) -> str:
 
 
 def _cost(one: ComparisonRow) -> str:
-    """Describe the cost of recomputation."""
     cost, work = one.values["cost_s"], one.values["work_s"].value
     where = "On a link that is not shaped" if one.rate_mbit is None else f"At {link(one.rate_mbit)}"
     what = "recomputation" + f" ({one.policy})" * (one.policy != "block")
@@ -254,7 +253,6 @@ def _cost(one: ComparisonRow) -> str:
 
 
 def _effect(one: ComparisonRow) -> str:
-    """Describe the effect of compression."""
     shorter, share, name = one.values["shorter_s"], one.values["share_paid"], title(one.method)
     freed = f"{name} {_freed(one)}"
     changed = f"{'shortens' if shorter.value > 0 else 'lengthens'} the step by"

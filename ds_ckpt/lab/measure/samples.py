@@ -63,7 +63,6 @@ class _Record(BaseModel):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Identity of the record."""
         return tuple(getattr(self, name) for name in self.by)
 
 
