@@ -115,7 +115,6 @@ class Partition:
         whose collector frees a graph meanwhile has to gather with the others."""
         self._reached: set[int] = set()
         self._here: list[Shard] = []
-        """Gathered shards."""
         self._tracker = BackwardTracker(self._end_backward)
 
     def begin(self, label: str) -> None:

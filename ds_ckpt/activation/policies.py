@@ -67,37 +67,28 @@ class RecomputePolicy(Section):
         return ""
 
 
-_POLICIES: dict[str, type[RecomputePolicy]] = {}
+POLICIES: dict[str, type[RecomputePolicy]] = {}
+"""Registered policies by name, in order."""
 _AnyPolicy = TypeVar("_AnyPolicy", bound=RecomputePolicy)
 
 
 def register_policy(policy: type[_AnyPolicy]) -> type[_AnyPolicy]:
     """Register a policy under its name (a class decorator); ValueError if the name is taken."""
-    if policy.name in _POLICIES or policy.name in PLANNED:
+    if policy.name in POLICIES or policy.name in PLANNED:
         raise ValueError(f'there is a policy "{policy.name}" already')
-    _POLICIES[policy.name] = policy
+    POLICIES[policy.name] = policy
     return policy
-
-
-def policies() -> tuple[type[RecomputePolicy], ...]:
-    """Return all registered policies, in order."""
-    return tuple(_POLICIES.values())
-
-
-def policy_named(name: str) -> type[RecomputePolicy] | None:
-    """Return a registered policy."""
-    return _POLICIES.get(name)
 
 
 def policy_names(*, planned: bool = True) -> tuple[str, ...]:
     """Return names for a configuration; for its rules without those of the planner."""
-    return (*_POLICIES, *PLANNED) if planned else tuple(_POLICIES)
+    return (*POLICIES, *PLANNED) if planned else tuple(POLICIES)
 
 
 def setting_fields() -> dict[str, Any]:
     """Return type and `Field` of every policy's settings, for the models of the configuration."""
     fields: dict[str, Any] = {}
-    for policy in policies():
+    for policy in POLICIES.values():
         for name, field_ in policy.model_fields.items():
             kind = field_.annotation
             for marker in (*field_.metadata, Requires("policy", (policy.name,))):
@@ -111,7 +102,7 @@ def setting_fields() -> dict[str, Any]:
 
 def make_policy(name: str = "block", **values: Any) -> RecomputePolicy:
     """Return a registered policy with its settings; "none" leaves blocks alone."""
-    return _POLICIES[name](**values)
+    return POLICIES[name](**values)
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,6 @@ class _ModuleTensor:
     tensor: Tensor
     version: int
     saved: Tensor | None
-    """Copy of the values."""
 
     @property
     def is_changed(self) -> bool:

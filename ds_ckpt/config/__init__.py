@@ -26,7 +26,6 @@ AUTO: Mapping[str, Any] = {
     "compression": {"method": "quantize", "quantize": {"bits": 3, "block": 64}},
     "weights": {"resident": "auto"},
 }
-"""Content of the section "auto"."""
 
 
 def load_file(path: str | Path) -> dict[str, Any]:

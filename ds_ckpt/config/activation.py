@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field
 from ds_ckpt.activation.inputs import RECOMPUTING, CheckpointedInputsConfig
 from ds_ckpt.activation.policies import (
     PLANNED,
+    POLICIES,
     Policy,
     RecomputePolicy,
     Rule,
     make_policy,
-    policy_named,
 )
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
@@ -28,7 +28,7 @@ class _WithPolicy(Section):
     policy: str
 
     def settings(self) -> RecomputePolicy:
-        known = policy_named(self.policy)
+        known = POLICIES.get(self.policy)
         own = known.model_fields if known else {}
         return make_policy(self.policy, **{n: getattr(self, n) for n in own if hasattr(self, n)})
 
@@ -127,7 +127,7 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
 
     def summary(self) -> str:
         """Describe the active settings in a few words."""
-        known = policy_named(self.policy)
+        known = POLICIES.get(self.policy)
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
         words += self.settings().describe() if known else detail

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from ds_ckpt.activation.policies import policies, policy_names, setting_fields
+from ds_ckpt.activation.policies import POLICIES, policy_names, setting_fields
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
 from ds_ckpt.config.compression import CompressionConfig, with_methods
@@ -123,8 +123,7 @@ class CompatSection(Section):
 
 def plugin_model() -> type[PluginConfig]:
     """Return the section's model with the policies and methods that are registered now."""
-    known = tuple((policy.name, policy) for policy in policies())
-    return _build(known, tuple(methods().items()))
+    return _build(tuple(POLICIES.items()), tuple(methods().items()))
 
 
 @cache

@@ -26,7 +26,6 @@ from ds_ckpt.exchange.method_rules import Levels
 from ds_ckpt.exchange.transport import Packets, Transport, gather_objects
 
 ONE_NODE = "all ranks share one node"
-"""Returned by `arrange`."""
 _HOST_INDEX = ("CROSS_RANK", "GROUP_RANK")
 """DeepSpeed's launcher; torchrun."""
 _LOCAL_INDEX = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")

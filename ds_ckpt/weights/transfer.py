@@ -30,7 +30,6 @@ class InFlight:
     incoming: Tensor
     """Packets in the order of the ranks that send them."""
     lengths: list[int]
-    """Bytes from each rank."""
     from_host: bool
     """True if packets are encoded on the CPU."""
 

@@ -43,7 +43,6 @@ RESIDENT_SINCE = "0.19.5"
 Reduce = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """From a bucket's full gradients to this rank's chunks."""
 SkipDecision = Callable[[], Any]
-"""Returns whether a step is skipped."""
 
 
 @dataclass(frozen=True)

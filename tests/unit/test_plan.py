@@ -194,9 +194,9 @@ def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
         ruled = make_plan(model, activation_policy(read(policy="none", rules=[rule])))
         assert [unit.blocks[0].name for unit in ruled] == ["model.layers.1"]
         with pytest.raises(ValueError, match='a policy "first_part" already'):
-            register_policy(policies.policy_named("first_part"))
+            register_policy(policies.POLICIES["first_part"])
     finally:
-        del policies._POLICIES["first_part"]
+        del policies.POLICIES["first_part"]
     with pytest.raises(ConfigError):
         read(policy="first_part")
 

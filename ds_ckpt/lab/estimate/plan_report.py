@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -12,22 +11,14 @@ from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
     TIE,
     PlanOption,
-    Question,
     Search,
     best_of,
     placement,
 )
-from ds_ckpt.lab.hosts.hardware import Constant
 from ds_ckpt.telemetry.units import GIB
 
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
-
-
-def figures(question: Question) -> list[Constant]:
-    """List the figures that the plan rests on."""
-    cluster = question.cluster
-    return [*chain(cluster.device.figures(), (cluster.rate, cluster.latency), OWN_FIGURES)]
 
 
 def show(search: Search, best: PlanOption, console: Console, *, details: bool = False) -> None:
@@ -55,7 +46,9 @@ def show(search: Search, best: PlanOption, console: Console, *, details: bool = 
         _show_costs(best, console)
         _show_alternatives(search, console)
         console.print("\n[bold]Sources of the figures:[/bold]")
-        for figure in sorted(figures(question), key=lambda f: f.kind):
+        cluster = question.cluster
+        figures = [*cluster.device.figures(), cluster.rate, cluster.latency, *OWN_FIGURES]
+        for figure in sorted(figures, key=lambda figure: figure.kind):
             console.print(f"  {figure.kind}: {figure.what} {figure.value:.4g} ({figure.source})")
 
 

@@ -21,7 +21,7 @@ from ds_ckpt.activation import CheckpointedBlocks, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
-from ds_ckpt.activation.policies import Unit, make_plan, policy_named, policy_names
+from ds_ckpt.activation.policies import POLICIES, Unit, make_plan, policy_names
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
@@ -132,7 +132,7 @@ def units_of(name: str, section: dict[str, Any] | None, model: nn.Module) -> lis
 def _section(name: str) -> dict[str, Any]:
     """Return the section of `policy` or `policy:setting`, a value of the policy's first key."""
     policy, _, value = name.replace(" ", ":").partition(":")
-    known = policy_named(policy)
+    known = POLICIES.get(policy)
     if known is None or (value and not known.model_fields):
         why = "no policy has this name" if known is None else f"{policy} has no setting"
         names = ", ".join(policy_names(planned=False))
@@ -159,8 +159,7 @@ def compared(
         if name == NONE or section == configured:
             continue
         if modules is not None:
-            policy = policy_named(section["policy"])
-            if policy is not None and policy.of_parts:
+            if POLICIES[section["policy"]].of_parts:
                 continue
             section["modules"] = list(modules)
         found[name] = section

@@ -65,7 +65,6 @@ OWN_FIGURES = (
     Constant("memory traffic of AdamW, bytes per element", UPDATE_BYTES, "guess: counted by hand"),
     Constant("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
 )
-"""Figures beside the hardware's."""
 BUCKETS = 8
 """Least number of buckets in a backward, or nothing would be hidden."""
 SMALLER_BUCKETS = (1, 4, 16)
@@ -237,7 +236,6 @@ class Search:
             raise ConfigError(problem, headline="the batch cannot be divided")
         far = [*[HPZ] * two_levels, *RESIDENT] if machine.hosts > 1 else []
         self.kinds = [ZERO1, ZERO2, ZERO3, *far]
-        """Placements of weights."""
         self._plan = functools.cache(self._plan_within)
         self._fewest = functools.cache(self._fewest_bytes)
         self._states = functools.cache(self._zero_states)

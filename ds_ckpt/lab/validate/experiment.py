@@ -230,7 +230,6 @@ class Plan:
 
 
 TrainOne = Callable[[Plan, Contender, int, Progress], Outcome]
-"""Train one run."""
 
 
 def train_missing(

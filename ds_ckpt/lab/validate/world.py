@@ -24,7 +24,6 @@ from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.zero3.momentum import corrected
 
 DENSE_SETTINGS = ExchangeSettings(MethodSettings("dense"))
-"""Settings of an uncompressed exchange."""
 _TIMEOUT_S = 7 * 86_400.0
 """Longest wait of one worker for the others: a run may be stopped with SIGSTOP and go on later."""
 Loss = Callable[[int, int, int], Tensor]
