@@ -73,9 +73,9 @@ class CheckpointedBlocks:
         for index, block in enumerate(unit.blocks):
             given = (unit.save_ops, unit.where, block.name, block.module, self._patches)
             choice = Choice(*given) if unit.save_ops else None
-            target = CheckpointedModule(block.name, block.module, choice)
+            target = CheckpointedModule(block.name, block.module, choice, index)
             run: Callable[..., Any]
-            run = functools.partial(unit_run, index, target, block.module.forward)
+            run = functools.partial(unit_run, target, block.module.forward)
             if not is_plain or self._check_every:
                 run = torch.compiler.disable(run)
             self._patches.set_method(block.module, "forward", run, owner=self)
@@ -127,12 +127,7 @@ class _Run:
     before: weakref.ref[Call] | None = None
 
     def __call__(
-        self,
-        index: int,
-        target: CheckpointedModule,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, target: CheckpointedModule, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if target.replaying is not None:  # called with its hooks, for them
             again, target.replaying = target.replaying, None
@@ -152,19 +147,15 @@ class _Run:
             return function(*args, **kwargs)
         if not getattr(target.module, "_can_checkpoint_with_cache", False):  # transformers' flag
             args, kwargs = without_empty_caches(target.name, args, kwargs)
-        run = functools.partial(self._checkpointed, index, target)
+        run = functools.partial(self._checkpointed, target)
         if self.around is not None:
             return self.around(target.name, run, function, args, kwargs)
         return run(function, *args, **kwargs)
 
     def _checkpointed(
-        self,
-        index: int,
-        target: CheckpointedModule,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, target: CheckpointedModule, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        index = target.index
         before = self.before() if self.before is not None and index >= self.next else None
         if before is None:
             self.check = self.check_every > 0 and self.forwards % self.check_every == 0

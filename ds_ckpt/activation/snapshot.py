@@ -264,13 +264,15 @@ def reachable_names(parts: Iterable[nn.Module]) -> dict[str, Getter]:
 
 
 class CheckpointedModule:
-    """A module whose forwards are checkpointed.
+    """A module whose forwards are checkpointed; `index` is its place in its unit.
 
     `replaying` is run by the module's forward if a recomputation calls the module with its hooks.
     """
 
-    def __init__(self, name: str, module: nn.Module, choice: Choice | None = None) -> None:
-        self.name, self.module, self.choice = name, module, choice
+    def __init__(
+        self, name: str, module: nn.Module, choice: Choice | None = None, index: int = 0
+    ) -> None:
+        self.name, self.module, self.choice, self.index = name, module, choice, index
         self.parts = list(module.modules())
         self.replaying: Callable[[], Any] | None = None
 

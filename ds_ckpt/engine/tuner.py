@@ -92,11 +92,8 @@ class Tuner:
 
     def _judge(self) -> None:
         """Make a choice, or begin another cycle. Without times the first candidate stays."""
-        found = torch.tensor(
-            [robust_median(times) for times in self._times.values()],
-            dtype=torch.float32,
-            device=self._device,
-        )
+        own = [robust_median(times) for times in self._times.values()]
+        found = torch.tensor(own, dtype=torch.float32, device=self._device)
         torch.distributed.all_reduce(found)
         medians_s, variances = (found / torch.distributed.get_world_size()).T.tolist()
         best = min(range(len(medians_s) - 1), key=medians_s.__getitem__)

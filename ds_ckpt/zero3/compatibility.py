@@ -256,18 +256,14 @@ def use_shard_group(engine: Any, patches: Patches) -> None:
 
 
 def check_identity(
-    names: Sequence[str],
-    tensors: list[torch.Tensor],
-    ours: Reduce,
-    deepspeed_reduce: Reduce,
-    group: Any,
+    names: Sequence[str], tensors: list[torch.Tensor], ours: Reduce, theirs: Reduce, group: Any
 ) -> bool:
     """Reduce copies of a bucket's full gradients both ways, and compare. Collective.
 
     Returns False if a gradient was not finite, and nothing was compared. Raises ContractError on
     every rank, with the parameters' names, if the results differ on one.
     """
-    expected = deepspeed_reduce([t.clone() for t in tensors])
+    expected = theirs([t.clone() for t in tensors])
     got = ours([t.clone() for t in tensors])
     nonfinite = not all(bool(t.isfinite().all()) for t in (*expected, *got))
     pairs = zip(names, expected, got, strict=True)

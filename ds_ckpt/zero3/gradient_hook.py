@@ -171,24 +171,20 @@ class GradientHook:
                 stage3.reduce_scatter_coalesced = deepspeeds
 
     def reduce_bucket(
-        self,
-        params: Sequence[Any],
-        tensors: list[torch.Tensor],
-        group: Any,
-        deepspeed_reduce: Reduce,
+        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, theirs: Reduce
     ) -> list[torch.Tensor]:
         """Answer one call of `reduce_scatter_coalesced` for the bucket's parameters."""
         assert self.exchange is not None
         assert len(params) == len(tensors), "DeepSpeed reduces another bucket than announced"
         if params[0].ds_id not in self.names:  # a bucket has one group
-            return deepspeed_reduce(tensors)
+            return theirs(tensors)
         names = [self.names[p.ds_id] for p in params]
         if self.verify is not None:
             ours = self.verify.choose_reduction(names, self._scale())
-            if ours is None or check_identity(names, tensors, ours, deepspeed_reduce, group):
+            if ours is None or check_identity(names, tensors, ours, theirs, group):
                 self.verify = None
         reduce = self.exchange.choose_reduction(names, self._scale())
-        return (reduce or deepspeed_reduce)(tensors)
+        return (reduce or theirs)(tensors)
 
     def drop_step(self) -> None:
         """Drop the step under way: gradients of all its micro-steps, and their residuals."""

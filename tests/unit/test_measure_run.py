@@ -46,8 +46,10 @@ def test_a_run_goes_on_only_with_its_settings_versions_and_machines(tmp_path, mo
         trials.measure(
             Spec(**{"methods": ("4bit",), "repetitions": 1, **changes}),
             folder,
-            backend=backend,
+            backend,
             console=Console(quiet=True),
+            stall_s=9.0,
+            budget_s=9.0,
         )
 
     for _ in range(2):

@@ -159,14 +159,9 @@ class ActivationPlan:
         """Make the units for `CheckpointedBlocks`."""
         modules = dict(model.named_modules())
         return [
-            Unit(
-                (Block(block.name, modules[block.name]),),
-                block.save_ops or (),
-                _WHERE,
-                block.word == "offload",
-            )
-            for block in self.blocks
-            if block.word != "none"
+            Unit((Block(b.name, modules[b.name]),), b.save_ops or (), _WHERE, b.word == "offload")
+            for b in self.blocks
+            if b.word != "none"
         ]
 
     def line(self) -> str:
@@ -387,11 +382,7 @@ def _up(nbytes: int) -> str:
 
 
 def plan_within(
-    allowance: Allowance,
-    forward: Forward,
-    rates: Rates,
-    tokens: int,
-    modules: Sequence[str] | None = None,
+    allowance: Allowance, forward: Forward, rates: Rates, tokens: int, modules: Sequence[str] | None
 ) -> ActivationPlan:
     """Measure the model with this batch, and return the cheapest plan that fits.
 

@@ -35,13 +35,7 @@ _START_S, _STEP_S = 20.0, 1.0
 
 
 def measure(
-    spec: Spec,
-    path: Path,
-    backend: Backend,
-    *,
-    console: Console,
-    stall_s: float = 180.0,
-    budget_s: float = math.inf,
+    spec: Spec, path: Path, backend: Backend, *, console: Console, stall_s: float, budget_s: float
 ) -> None:
     """Measure what `path` does not have; two repetitions or more, as `budget_s` allows.
 
