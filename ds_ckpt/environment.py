@@ -3,8 +3,6 @@
 Names begin with PYTHON: DeepSpeed's launchers export those to other nodes.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

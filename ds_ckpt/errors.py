@@ -3,8 +3,6 @@
 `AssertionError` is reserved for broken invariants of our own.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A field is an `Annotated` type with at most one `Expects` and any number of `Requires`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Atomic replacement of files."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

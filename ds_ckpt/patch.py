@@ -4,8 +4,6 @@ The only way in which this package changes an object that it does not own. Start
 other environments run without the package, replaces `deepspeed.initialize` itself.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@
 passes `--local_rank=N` before or after the script's name; the script receives it.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -4,8 +4,6 @@ The format is safetensors. Its metadata have two digests (BLAKE2b, 16 bytes each
 metadata, and of all tensors' names, types, shapes and bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ is a module with such a class name, or else a chain of the block's own children 
 intermediate, output; OPT: fc1, activation_fn, fc2).
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import re

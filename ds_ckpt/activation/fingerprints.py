@@ -5,8 +5,6 @@ bits. Above `WHOLE_BYTES` 256 bytes of every 2,048 are read. It misses changes t
 sum or lie between the samples of every tensor. A checksum reads all bytes and their places.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Hooks around calls of blocks: tensors that they keep go to an `InputStore`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ This file decides when a call is checkpointed, and replaces transformers' own ch
 handles key-value caches: a recomputation would append every key twice.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref

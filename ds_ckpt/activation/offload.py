@@ -9,8 +9,6 @@ a copy are referenced until the wait for it. Pinned host memory comes from torch
 waits for copies by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

@@ -6,8 +6,6 @@ facts that all ranks share. They are compared at the start of backward, in one m
 size: all ranks receive the same answers, so all of them raise, and none waits for another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections import Counter

@@ -4,8 +4,6 @@ A policy is one class with its settings as fields, and `@register_policy`. The c
 `ds-ckpt profile` read the registry.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

@@ -5,8 +5,6 @@ results where no saved-tensor hook sees them (offload), and refuses results that
 It allows one backward, and leaves the random state before an attention core with dropout.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ and what the block's functions reach by name (globals, class attributes, closure
 `check_determinism` is on, a recomputation that changes any of it is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

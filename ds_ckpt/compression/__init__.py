@@ -3,8 +3,6 @@
 Arithmetic on tensors, and the settings of each method; no processes, networks or DeepSpeed.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

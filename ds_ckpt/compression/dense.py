@@ -1,7 +1,5 @@
 """Method `dense`, which sends everything, and the codec of floating-point values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

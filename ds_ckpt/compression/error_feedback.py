@@ -15,8 +15,6 @@ parameter change places, so neither costs a copy. An fp32 residual on the gradie
 separate working tensor: the pending buffer is the working tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ squared error. The sent values are then a projection: the residual of a block ne
 than the block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

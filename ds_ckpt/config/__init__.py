@@ -5,8 +5,6 @@ there are none, those across keys. A key is declared once, as a field of its sec
 default, description, and the keys that it requires. Nothing here imports DeepSpeed or transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The section `ds_ckpt.activation`: which activations are recomputed, and at what cost."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field

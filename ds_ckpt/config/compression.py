@@ -3,8 +3,6 @@
 `with_methods` adds the sections of registered methods and the choice between them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ The models are strict: `true` is not 1 and `"1"` is not 1. `null` stands for the
 removed before validation. Constraints between keys are markers on the fields (`fields.py`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 

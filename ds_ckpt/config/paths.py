@@ -1,7 +1,5 @@
 """JSON paths, values as JSON, the nearest known name, and lookups in a DeepSpeed configuration."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable, Mapping

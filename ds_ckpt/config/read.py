@@ -3,8 +3,6 @@
 Pydantic finds the mistakes; the words come from the markers of the fields.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, get_args

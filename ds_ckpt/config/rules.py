@@ -4,8 +4,6 @@ DeepSpeed's own values may be "auto" (Hugging Face fills them in later) and then
 ZeRO stage.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

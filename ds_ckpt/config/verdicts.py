@@ -4,8 +4,6 @@ A record belongs to settings, not to a file: every file with the same settings i
 of `ds_configs/` are part of the package; a `verdicts.json` beside a configuration is read as well.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@
 (the HF Trainer, accelerate, and any script under `ds-ckpt exec` or `--module ds_ckpt.run`).
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy

@@ -4,8 +4,6 @@ Every rank measures its own batch and plans for it. The plan of the rank whose b
 most is installed on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The compressed gradient exchange of one engine: step state, process groups, start-up text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Sums over the ranks are compared, so all of them act in the same step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Setup of `weights.resident`: nodes and replicas, process groups, memory, choice by step time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

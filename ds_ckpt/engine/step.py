@@ -4,8 +4,6 @@ With gradient accumulation the exchange runs once, at the boundary; earlier micr
 the residuals. Residuals, factors and the metric's sums are committed or rolled back together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

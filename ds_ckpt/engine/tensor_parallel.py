@@ -4,8 +4,6 @@ DeepSpeed's AutoTP puts its groups into `engine.mpu`; Megatron's `mpu` is passed
 `deepspeed.initialize(mpu=...)` or to `attach`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -6,8 +6,6 @@ another cycle is added; after `MAX_CYCLES` the baseline wins. After `RECHECK_STE
 is repeated. Nothing is saved: a resumed run measures again.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -20,8 +20,6 @@ those of all buckets at once, when the step ends: a flagged bucket is exchanged 
 meaningless values, and the step is rolled back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

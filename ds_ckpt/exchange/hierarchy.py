@@ -6,8 +6,6 @@ values are sent uncompressed there. The part that is sent between nodes, and the
 `1 / ranks a node` of the gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -4,8 +4,6 @@ Rank r owns entries [r * chunk, min((r + 1) * chunk, numel)) of the flattened te
 ceil(numel / world); the last ranks may own fewer entries or none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate

@@ -5,8 +5,6 @@ are sent uncompressed, as are matrices too small for the rank. Embeddings with m
 batch touches few, use Top-K in place of a low rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -12,8 +12,6 @@ gradients add up as without it. All ranks have the same sums, so the same w. The
 after a load they are measured again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

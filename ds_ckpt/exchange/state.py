@@ -22,8 +22,6 @@ Names end so that DeepSpeed's conversion to a universal checkpoint, which copies
 `*model_states.pt` and reads `*_model_states.pt`, copies residuals.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 `virtual` has a transport between threads of one process. `compression.wire` has the format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

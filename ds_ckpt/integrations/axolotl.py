@@ -1,7 +1,5 @@
 """Plugin of axolotl: `plugins: [ds_ckpt.integrations.axolotl.Plugin]` in its YAML file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin

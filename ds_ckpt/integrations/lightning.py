@@ -1,7 +1,5 @@
 """Strategy of Lightning: `import ds_ckpt.integrations.lightning`, `Trainer(strategy="ds_ckpt")`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry

@@ -4,8 +4,6 @@ The text is the language reference of `help()` and the docstrings of the standar
 is one entry of the reference or one module; no docstring occurs twice. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

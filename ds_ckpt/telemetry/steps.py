@@ -3,8 +3,6 @@
 To add a field, register a function with `step_field`; docs/design.md has an example.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Formats numbers for reports, each with its unit."""
 
-from __future__ import annotations
-
 import math
 
 GIB = 2**30

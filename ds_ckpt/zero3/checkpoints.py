@@ -8,8 +8,6 @@ writes the state, and names the tag in `latest`. If it is interrupted, the tag h
 incomplete one, which is refused: never the state of one save beside DeepSpeed's files of another.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Wrapping them counts each collective once. Point-to-point messages and lists of 
 expert parallelism) are not counted. All sessions share the wrappers; the last one removes them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

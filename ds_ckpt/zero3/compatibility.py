@@ -7,8 +7,6 @@ warning, and the first bucket of the running engine is compared with DeepSpeed's
 All differences between supported versions are here or marked with a version where they are used.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

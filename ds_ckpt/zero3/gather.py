@@ -10,8 +10,6 @@ It also removes entries that early-stopped recomputations leave on DeepSpeed's m
 counts gathers by purpose, and orders gathers after a step behind the step's writes.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterator

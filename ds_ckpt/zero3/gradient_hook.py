@@ -9,8 +9,6 @@ chunk of each tensor, unpadded. Everything around it stays DeepSpeed's.
 backward or a step that raised has no such decision: the next forward finds it and drops the step.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ DeepSpeed steps one sub-group after the other, each as the only member of its pa
 Adams read the group's betas every time. Their bias correction is off in the first steps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

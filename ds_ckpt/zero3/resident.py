@@ -5,8 +5,6 @@ is offloaded. Gathered weights are a bound. A node's copy of the weights is comp
 drops it between steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agreement on failures: no rank waits in a collective after another has raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Builds DeepSpeed's own configuration, without ranks or a device, and finds what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator, Mapping

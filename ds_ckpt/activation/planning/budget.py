@@ -5,8 +5,6 @@ A recompute runs to the last tensor that autograd saves. It leaves out operators
 kept, as `activation.checkpoint` does. A plan is plain values, the same on every rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

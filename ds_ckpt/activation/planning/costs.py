@@ -5,8 +5,6 @@ Here products, convolutions and attention cores take `flops / flops_per_s`, ever
 `bytes read and written / bytes_per_s`. Launch times are left out.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

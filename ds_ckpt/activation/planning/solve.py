@@ -10,8 +10,6 @@ the Pareto front is carried from the last block to the first. Beyond `limit` poi
 nearly equal needs stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

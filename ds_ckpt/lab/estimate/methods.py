@@ -5,8 +5,6 @@ Bytes are those of `exchange/assignment.py`. The seconds of coding are the bytes
 read and write, counted on a small tensor, over the device's memory bandwidth.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A plan in five lines, and on request its costs, its alternatives and the sources of figures."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from rich.console import Console

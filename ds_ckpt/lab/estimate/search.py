@@ -8,8 +8,6 @@ least from plain DeepSpeed. ZeRO-1 all-reduces gradients once a step, ZeRO-2 in 
 both gather changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

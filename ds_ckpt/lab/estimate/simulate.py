@@ -14,8 +14,6 @@ Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks:
     changed weights   w N (H-1)/H whole, b/8 instead of w with b bits a weight
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -4,8 +4,6 @@ The machines of a hostfile and the hosts of `emulated` are reached over pdsh; `L
 machine alone. `launcher` starts processes; nothing is started here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

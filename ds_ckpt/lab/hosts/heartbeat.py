@@ -9,8 +9,6 @@ is not renewed for `ORPHANED_S` or names another launch. The launcher ends every
 reports nothing for `stall_s`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -10,8 +10,6 @@ start do to the first ones is then small. Payload is timed; headers take 4 to 5%
 with frames of 1500 bytes. Payload at 95.6% of the nominal rate is a full link.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

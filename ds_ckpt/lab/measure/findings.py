@@ -6,8 +6,6 @@ repetition, for all configurations at once. The effect of a slow repetition on b
 comparison cancels.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -4,8 +4,6 @@
 written to its end is dropped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

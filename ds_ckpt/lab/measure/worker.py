@@ -5,8 +5,6 @@ so that a disturbance of the machine affects all of them. The job lists what to 
 needs the folder: it appends to `samples.jsonl`.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -7,8 +7,6 @@ Hatching, line style, mark and words differ, never colour alone. Equal data give
 Drawing needs matplotlib, importing this does not.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report of a comparison: table, chart, limits for a guard, conditions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

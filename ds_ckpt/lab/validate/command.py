@@ -1,7 +1,5 @@
 """`ds-ckpt validate-accuracy`, from options to exit code: runs, verdicts, records, report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A difference is that of two runs of one seed, more than 0 is worse: held-out los
 dense loss, accuracies as shares. Lossless candidates are compared bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

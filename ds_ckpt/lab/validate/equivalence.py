@@ -9,8 +9,6 @@ ALPHA. This is the same as an interval of confidence 1 - 2 ALPHA inside the marg
 difference would show nothing: with few seeds everything passes it.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ batch and schedule are the task's, so that pairs differ in that section alone. F
 JSON lines, appended one by one, so that a killed comparison continues.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Weights, data, schedule and the loop over runs are those of virtual workers. Ran
 results and reports progress.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

@@ -3,8 +3,6 @@
 A `TaskSpec` is plain JSON, so that launched ranks open the same task as the command.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 One rank computes at a time: small operators slow down if threads compete for the interpreter.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

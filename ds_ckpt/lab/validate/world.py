@@ -5,8 +5,6 @@ only the transport differs. `InProcessWorld` computes the gradients of all worke
 weights and takes the steps of the ZeRO-3 optimizer: skip if the norm is not finite, clip, AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
