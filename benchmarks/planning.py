@@ -74,9 +74,10 @@ def main() -> None:
         planned_s = time.process_time() - start_s
         real = simulate(Forward(model, (), batch), plan.units(model))
         words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
+        with_plan, without = (sum(w.flops for w in step.work.values()) for step in (real, none))
         print(
             f"| {budget:g} | {plan.held_bytes / GIB:.3f} | {real.saved.bytes / GIB:.3f} "
-            f"| {plan.needed_bytes / GIB:.3f} | {real.total().flops / none.total().flops:.3f} "
+            f"| {plan.needed_bytes / GIB:.3f} | {with_plan / without:.3f} "
             f"| {planned_s:.2f} | {words} |"
         )
 

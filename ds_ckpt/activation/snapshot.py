@@ -30,14 +30,8 @@ LEVELS = 3
 """Depth of copies: a cache, its list of layers, and their attributes."""
 COPIED_BYTES = 1 << 22
 MAX_OBJECTS = 1000
-UNSEARCHED_PACKAGES = {
-    "torch",
-    "numpy",
-    "transformers",
-    "deepspeed",
-    "ds_ckpt",
-    *sys.stdlib_module_names,
-}
+_LIBRARIES = {"torch", "numpy", "transformers", "deepspeed", "ds_ckpt"}
+UNSEARCHED_PACKAGES = _LIBRARIES | sys.stdlib_module_names
 """Packages whose functions and classes are not searched for names."""
 _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that normalizations write without counting versions."""

@@ -103,14 +103,8 @@ class Quantize(Method, Codec):
 
     def _kernel_options(self) -> dict[str, Any]:
         least, most = _BORDER_LIMITS
-        gaussian = {"BORDER": _BORDER, "LEAST": least, "MOST": most}
-        return {
-            "BITS": self.bits,
-            "BLOCK": self.block,
-            **gaussian,
-            "CURVE": _CURVE,
-            "SLOPE": _SLOPE,
-        }
+        levels = {"BORDER": _BORDER, "LEAST": least, "MOST": most, "CURVE": _CURVE, "SLOPE": _SLOPE}
+        return {"BITS": self.bits, "BLOCK": self.block, **levels}
 
     def _pack_tiles(self, values: Tensor, out: Tensor, tile: int) -> None:
         rows, numel = values.shape

@@ -182,9 +182,7 @@ class CompressionConfig(_WithMethods):
         compressor = MethodSettings(self.method, self.sections()).compressor()
         how = f"as {compressor.describe()}" if compressor else "uncompressed"
         rules = f", {len(self.rules)} rules" if self.rules else ""
-        feedback = (
-            "with error feedback" if self.error_feedback.enabled else "without error feedback"
-        )
+        feedback = f"{'with' if self.error_feedback.enabled else 'without'} error feedback"
         if self.error_feedback.momentum != "none":
             feedback += f", momentum correction {self.error_feedback.momentum}"
         first = "dense" if self.warmup_bits is None else f"in {self.warmup_bits} bits"

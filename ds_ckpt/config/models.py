@@ -143,13 +143,10 @@ def _build(
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a whole file; DeepSpeed's keys pass."""
-    models: dict[str, type[Section]] = {
-        "ds_ckpt": plugin_model(),
-        "activation_checkpointing": CompatSection,
-    }
-    _, generated = models_json_schema([(model, "validation") for model in models.values()])
-    keys: dict[str, Any] = {k: {"$ref": f"#/$defs/{m.__name__}"} for k, m in models.items()}
-    keys["ds_ckpt"] = {"anyOf": [keys["ds_ckpt"], {"const": "auto"}]}
+    models: tuple[type[Section], ...] = plugin_model(), CompatSection
+    _, generated = models_json_schema([(model, "validation") for model in models])
+    ours, theirs = ({"$ref": f"#/$defs/{model.__name__}"} for model in models)
+    keys = {"ds_ckpt": {"anyOf": [ours, {"const": "auto"}]}, "activation_checkpointing": theirs}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed configuration with ds_ckpt",

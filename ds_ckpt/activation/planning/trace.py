@@ -321,10 +321,6 @@ class StepTrace(MemoryTracker):
         if storage is not None:
             self._saved_at.setdefault(storage, self.where.place)
 
-    def total(self) -> Work:
-        """Add up the operators of the step."""
-        return sum(self.work.values(), Work())
-
     def held_by(self) -> Counter[tuple[str, str]]:
         """Saved activations by block and part; a storage counts where it was saved first."""
         found: Counter[tuple[str, str]] = Counter()

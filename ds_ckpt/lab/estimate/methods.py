@@ -94,12 +94,9 @@ def methods(loss: Loss, exchanging: int = 1) -> tuple[list[PlanMethod], list[Pla
     Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good, so
     only verdicts with as many workers, or with the next more, count (docs/accuracy.md).
     """
-    once = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
-    allowed = [
-        PlanMethod(STOCK),
-        PlanMethod(DENSE, {"method": "dense"}),
-        PlanMethod(DENSE_ONCE, once),
-    ]
+    dense = {"method": "dense"}
+    once = {**dense, "exchange": {"when": "accumulation_boundary"}}
+    allowed = [PlanMethod(STOCK), PlanMethod(DENSE, dense), PlanMethod(DENSE_ONCE, once)]
     refused = list[PlanMethod]()
     for name, (section, records) in sections_on_record().items():
         method = PlanMethod(name, section, tuple(records))

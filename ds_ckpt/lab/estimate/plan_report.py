@@ -9,14 +9,22 @@ from ds_ckpt.lab.estimate.search import (
     OWN_FIGURES,
     TIE,
     PlanOption,
+    Question,
     Search,
     best_of,
     placement,
 )
+from ds_ckpt.lab.hosts.hardware import Constant
 from ds_ckpt.telemetry.units import GIB
 
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
+
+
+def figures(question: Question) -> list[Constant]:
+    """List the figures that the plan rests on."""
+    cluster = question.cluster
+    return [*cluster.device.figures(), cluster.rate, cluster.latency, *OWN_FIGURES]
 
 
 def show(search: Search, best: PlanOption, console: Console, *, details: bool = False) -> None:
@@ -44,9 +52,7 @@ def show(search: Search, best: PlanOption, console: Console, *, details: bool = 
         _show_costs(best, console)
         _show_alternatives(search, console)
         console.print("\n[bold]Sources of the figures:[/bold]")
-        cluster = question.cluster
-        figures = [*cluster.device.figures(), cluster.rate, cluster.latency, *OWN_FIGURES]
-        for figure in sorted(figures, key=lambda figure: figure.kind):
+        for figure in sorted(figures(question), key=lambda figure: figure.kind):
             console.print(f"  {figure.kind}: {figure.what} {figure.value:.4g} ({figure.source})")
 
 

@@ -60,10 +60,8 @@ class Text:
             else:
                 found = torch.tensor(encode(side.decode(errors="replace")))
             if len(found) <= length:
-                why, remedy = (
-                    f"a sequence takes {length}",
-                    "give a longer text or a shorter --length",
-                )
+                why = f"a sequence takes {length}"
+                remedy = "give a longer text or a shorter --length"
                 raise _refused(f"{len(found)} tokens", why, remedy)
             return found
 
