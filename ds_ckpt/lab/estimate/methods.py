@@ -6,7 +6,7 @@ read and write, counted on a small tensor, over the device's memory bandwidth.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from ds_ckpt.lab.estimate.memory_model import (
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import GradientTimes, Machine, Weights
 from ds_ckpt.telemetry.counters import sent_bytes
-from ds_ckpt.telemetry.memory import MemoryTracker, Operator
+from ds_ckpt.telemetry.memory import MemoryTracker
 
 STOCK, DENSE, DENSE_ONCE = "stock", "dense", "dense, once a step"
 _SAMPLE = 1 << 16
@@ -161,21 +161,16 @@ def _moved(compressor: Compressor | None) -> tuple[float, float]:
     if not isinstance(compressor, Codec):
         return _LOW_RANK_BYTES
     packet = torch.zeros(compressor.packed_bytes(_SAMPLE), dtype=torch.uint8)
-    counted: list[int] = []
 
-    def counting() -> MemoryTracker:
-        counted.append(0)
-        return MemoryTracker(nn.Module(), operator=count)
+    def moved(work: Callable[[], None]) -> float:
+        counted = list[int]()
+        count = MemoryTracker(nn.Module(), operator=lambda one: counted.append(moved_bytes(one)))
+        with torch.no_grad(), count:
+            work()
+        return sum(counted) / _SAMPLE
 
-    def count(operator: Operator) -> None:
-        counted[-1] += moved_bytes(operator)
-
-    with torch.no_grad():
-        with counting():
-            compressor.pack_rows(torch.linspace(-1, 1, _SAMPLE)[None], packet[None])
-        with counting():
-            compressor.unpack_add_rows(packet[None], torch.zeros(_SAMPLE))
-    return counted[0] / _SAMPLE, counted[1] / _SAMPLE
+    packs = moved(lambda: compressor.pack_rows(torch.linspace(-1, 1, _SAMPLE)[None], packet[None]))
+    return packs, moved(lambda: compressor.unpack_add_rows(packet[None], torch.zeros(_SAMPLE)))
 
 
 def weights(name: str, machine: Machine, itemsize: int, bytes_per_s: float) -> Weights | None:
