@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Builds the sdist, the wheel from it, installs the wheel into a bare environment, and uses it there.
+# Builds the sdist, the wheel from it, installs the wheel into an empty environment, and uses it there.
 #
-#   ./scripts/package_check.sh [--whole]
+#   ./scripts/package_check.sh [--slow]
 #
-# Dependencies come from the environment that runs this (its site-packages, through a .pth file,
-# which brings no editable install along), so that it takes seconds. With --whole pip installs the
-# wheel with all it needs, as a user does: minutes, and a large download.
+# pip downloads what it has not in its cache. The versions are those of constraints.txt. With --slow
+# they are the newest, and README's start trains there: minutes.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python}
+[[ " $* " == *" --slow "* ]] && slow=1 || slow=
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH
+pip() { "$python" -m pip --python "$folder/bare/bin/python" -qq --disable-pip-version-check "$@"; }
 
 # from a copy of what is tracked: building leaves nothing in the tree
 mkdir "$folder/tree" "$folder/dist"
@@ -25,25 +26,41 @@ cd "$folder"
   -w dist dist/*.tar.gz
 wheel=$(ls dist/*.whl)
 
-echo "files of the wheel against those that are tracked"
-"$python" - "$wheel" "$folder/tree" <<'CHECK'
-import sys, zipfile
-from pathlib import Path
-names = {n for n in zipfile.ZipFile(sys.argv[1]).namelist() if n.startswith("ds_ckpt/")}
-tree = Path(sys.argv[2])
-wanted = {str(p.relative_to(tree)) for p in (tree / "ds_ckpt").rglob("*") if p.is_file()}
-if names != wanted:
-    raise SystemExit(f"lacking: {sorted(wanted - names)}, too many: {sorted(names - wanted)}")
-CHECK
+"$python" -m venv --without-pip bare
+# no --no-deps and no packages from here: also DeepSpeed is built where there is no torch
+echo "pip install $(basename "$wheel")[hf]"
+constraints=(-c "$root/constraints.txt")
+[ -z "$slow" ] || constraints=()
+pip install --no-compile ${constraints[@]+"${constraints[@]}"} "$wheel[hf]"
+pip check
+pip install --no-compile "readme_renderer[md]" # what a package index shows a description with
 
-"$python" -m venv bare
-if [ "${1:-}" = --whole ]; then
-  bare/bin/python -m pip -qq --disable-pip-version-check install "$wheel[hf,report]"
-else
-  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  echo "$site" >"$(bare/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
-  bare/bin/python -m pip -qq --disable-pip-version-check install --no-deps "$wheel"
-fi
+echo "files, metadata and description of the wheel"
+bare/bin/python - "$wheel" "$folder/tree" <<'CHECK'
+import re, sys, tarfile, zipfile
+from pathlib import Path
+
+from packaging.metadata import Metadata
+from readme_renderer import markdown
+
+wheel, tree = zipfile.ZipFile(sys.argv[1]), Path(sys.argv[2])
+names = {n for n in wheel.namelist() if n.startswith("ds_ckpt/")}
+wanted = {str(p.relative_to(tree)) for p in (tree / "ds_ckpt").rglob("*") if p.is_file()}
+assert names == wanted, f"lacking: {sorted(wanted - names)}, too many: {sorted(names - wanted)}"
+(info,) = {n.partition("/")[0] for n in wheel.namelist() if ".dist-info/" in n}
+sdist = tarfile.open(*Path("dist").glob("*.tar.gz"))
+(member,) = (n for n in sdist.getnames() if re.fullmatch("[^/]+/PKG-INFO", n))
+for text in (wheel.read(f"{info}/METADATA"), sdist.extractfile(member).read()):
+    data = Metadata.from_email(text, validate=True)
+    assert (str(data.license_expression), data.license_files) == ("MIT", ["LICENSE"]), data
+    assert data.description_content_type == "text/markdown" and data.summary
+    page = markdown.render(data.description)
+    assert page and page.count("<table>") == data.description.count("\n|---"), "tables"
+    for link in re.findall(r'(?:href|src)="([^"]*)"', page):
+        assert re.match("https?://|#", link), f"{link} leads nowhere on a package index"
+    assert not re.search(r"\]\((?!https?://|#)", data.description)
+assert wheel.read(f"{info}/licenses/LICENSE") == (tree / "LICENSE").read_bytes()
+CHECK
 
 version=$("$python" -c "import ast; print(next(n.value.value for n in ast.parse(open('$root/ds_ckpt/__init__.py').read()).body if isinstance(n, ast.Assign) and n.targets[0].id == '__version__'))")
 for command in \
@@ -58,4 +75,11 @@ for command in \
 done
 grep -q properties schema.json
 bare/bin/python -c 'import ds_ckpt, sys; assert "bare" in ds_ckpt.__file__, ds_ckpt.__file__'
+if [ -n "$slow" ]; then
+  echo "deepspeed --num_gpus 2 examples/train.py"
+  PATH="$folder/bare/bin:$PATH" TORCH_EXTENSIONS_DIR="$folder/operators" OMP_NUM_THREADS=1 \
+    deepspeed --num_gpus 2 --master_port 29617 tree/examples/train.py --steps 3 >said 2>log ||
+    { cat said log; exit 1; }
+  grep -q "^step    3  loss" said
+fi
 echo "ds_ckpt $version: sdist and wheel are whole"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ds_ckpt.errors import DsCkptError, Problem
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -52,41 +53,36 @@ def parse_rate(text: str) -> float | None:
     )
 
 
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Pause garbage collection: imports and fake tensors make many objects that stay."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+def unwritable(error: OSError, path: Path | None = None) -> DsCkptError:
+    """Return the error of a file that cannot be written, with the path if it is known."""
+    remedy = "name a place that you may write to"
+    if error.errno in _FULL:
+        remedy = "free some space, then run the same command again"
+    where, why = str(path or error.filename or "disk"), "the command writes a file there"
+    problem = Problem(where, error.strerror or str(error), why, remedy)
+    return DsCkptError(problem, headline="a file cannot be written")
 
 
-def disk_full(error: OSError) -> str:
-    """Describe a full disk on one line."""
-    where = f" for {error.filename}" * bool(error.filename)
-    return f"{error.strerror}{where}: free some space, then run the same command again"
+def error_text(error: Exception) -> str | None:
+    """Return what is printed without a traceback: this package's errors, failures to write."""
+    if isinstance(error, OSError) and error.errno in (*_FULL, *_NOT_ALLOWED):
+        error = unwritable(error)
+    return str(error) if isinstance(error, DsCkptError) else None
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an error of this package, or a full disk, without a traceback and exit with code 1."""
-    from ds_ckpt.errors import DsCkptError
-
+    """Print an expected error without a traceback, and exit with code 1. Every command has it."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
+    except Exception as error:
+        if (text := error_text(error)) is None:
             raise
-        typer.echo(disk_full(error), err=True)
-        raise typer.Exit(1) from None
-    except DsCkptError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(text, err=True)
         raise typer.Exit(1) from None
 
 
@@ -103,12 +99,11 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def write_output(path: Path | None, to: Callable[[Path], object]) -> None:
-    """Write a file that the user has named, if any; exit with code 1 if that fails."""
+    """Write a file that the user has named, if any."""
     if path is None:
         return
     try:
         to(path)
     except OSError as error:
-        typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
+        raise unwritable(error, path) from None
     typer.echo(f"wrote {path}", err=True)  # stdout may be read by a program

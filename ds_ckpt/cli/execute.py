@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from ds_ckpt.cli.common import exit_on_error
 
 
 def execute(
@@ -33,8 +32,8 @@ def execute(
     """
     from ds_ckpt import environment
 
-    with exit_on_error():
-        content = _read_section(section)
+    _check_hostfile(command)
+    content = _read_section(section)
     _warn_of_stale_environment_file()
     environment.clear_stale_locks(0.0)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_exec_") as folder:
@@ -56,6 +55,21 @@ def execute(
                 err=True,
             )
     raise typer.Exit(code)
+
+
+def _check_hostfile(command: Sequence[str]) -> None:
+    """Refuse a hostfile that is missing: the launcher would train on this node alone."""
+    from ds_ckpt.errors import ConfigError, Problem
+
+    launcher = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
+    options = ["--hostfile", "--deepspeed_hostfile"]
+    options += ["-H"] * (Path(launcher[0]).name in ("deepspeed", "ds"))
+    for word, following in itertools.pairwise([*launcher, ""]):
+        option, is_joined, value = word.partition("=")
+        path = value if is_joined else following
+        if option in options and path not in ("", "none") and not Path(path).is_file():
+            why, remedy = "the launcher would train on this node alone", "correct the path"
+            raise ConfigError(Problem(option, f"no file {path}", why, remedy))
 
 
 def _warn_of_stale_environment_file() -> None:

@@ -15,7 +15,6 @@ import typer
 from typer import Argument, Option
 
 from ds_ckpt.cli.common import (
-    exit_on_error,
     file_option,
     parse_rate,
     progress,
@@ -52,12 +51,12 @@ def run(
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
     from ds_ckpt.lab.hosts.launcher import signals_as_exit
 
-    with exit_on_error(), signals_as_exit():
-        with EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, pdsh=pdsh) as emulated:
-            names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
-            typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
-            prepared = emulated.prepare(command, Path.cwd())
-            code = subprocess.run(prepared.command, env=prepared.environment).returncode
+    nodes = EmulatedHosts(count, rate_mbit=rate_mbit, slots=slots, pdsh=pdsh)
+    with signals_as_exit(), nodes as emulated:
+        names = ", ".join(f"{host.name} ({host.address})" for host in emulated.hosts)
+        typer.echo(f"{emulated.folder.name}: {names}; {_described(rate_mbit)}", err=True)
+        prepared = emulated.prepare(command, Path.cwd())
+        code = subprocess.run(prepared.command, env=prepared.environment).returncode
     raise typer.Exit(code if code >= 0 else 128 - code)  # a shell's code for a signal
 
 
@@ -73,9 +72,9 @@ def check(
     from ds_ckpt.lab.hosts.backends import Hostfile
     from ds_ckpt.lab.hosts.launcher import check_hosts
 
-    with exit_on_error():
-        where = Hostfile(hostfile, port=port, ssh_port=ssh_port)
-        nodes = check_hosts(where)
+    where = Hostfile(hostfile, port=port, ssh_port=ssh_port)
+    nodes = check_hosts(where)
+    alike: dict[str, list[str]] = {}
     for node in nodes:
         warnings = []
         if abs(node.ahead_s) > _CLOCK_S:
@@ -88,7 +87,10 @@ def check(
                 ".deepspeed_env"
             )
         ranks, state = where.counts[node.name], "; ".join(warnings) or "ok"
-        typer.echo(f"{node.name}: ranks {ranks}, interface {node.interface}; {state}")
+        text = f"ranks {ranks}, interface {node.interface}; {state}"
+        alike.setdefault(text, []).append(node.name)
+    for text, names in alike.items():
+        typer.echo(f"{', '.join(names)}: {text}")
     versions = ", ".join(" ".join(pair) for pair in nodes[0].versions.items())
     typer.echo(f"all nodes: {versions}; port {port} is free on {nodes[0].name}")
 
@@ -114,12 +116,9 @@ def probe(
     rate_mbit = parse_rate(rate)
     if hostfile is not None:
         refuse_options(context, {"--hosts": "count", "--rate": "rate"}, "the hostfile decides it")
-    with exit_on_error(), signals_as_exit(), contextlib.ExitStack() as stack:
-        where: Hostfile | EmulatedHosts
-        if hostfile is not None:
-            where = Hostfile(hostfile)
-        else:
-            where = stack.enter_context(EmulatedHosts(count, rate_mbit=rate_mbit))
+    with signals_as_exit(), contextlib.ExitStack() as stack:
+        emulated = EmulatedHosts(count, rate_mbit=rate_mbit)
+        where = Hostfile(hostfile) if hostfile else stack.enter_context(emulated)
         names = len(where.names)
         begin_pair = stack.enter_context(progress(names * (names - 1) // 2))
         pairs = probe.probe(

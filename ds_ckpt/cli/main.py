@@ -1,7 +1,4 @@
-"""Assemble the command `ds-ckpt` from one file a command.
-
-Heavy imports stay inside the commands: `validate` and `schema` load no DeepSpeed.
-"""
+"""Assemble the command `ds-ckpt` from one file a command. Heavy imports stay inside these."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ds_ckpt.cli import hosts
+from ds_ckpt.cli.common import exit_on_error
 from ds_ckpt.cli.doctor import doctor
 from ds_ckpt.cli.execute import execute
 from ds_ckpt.cli.measure import measure, report
@@ -62,7 +60,7 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], **settings: 
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(" ".join(part.split()) for part in paragraphs)
     settings |= {"help": text, "epilog": f"Example: `{EXAMPLES[name]}`"}
-    to.command(name.split()[-1], **settings)(function)
+    to.command(name.split()[-1], **settings)(exit_on_error()(function))
 
 
 _add(hosts.hosts, "hosts check", hosts.check)

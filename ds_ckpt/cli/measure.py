@@ -12,7 +12,6 @@ import typer
 from typer import Argument, Option
 
 from ds_ckpt.cli.common import (
-    exit_on_error,
     file_option,
     given_options,
     parse_rate,
@@ -108,69 +107,67 @@ def measure(
     output = output or Path("runs") / datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     overridden = given | {"shape"} if "model" in given else given
     preset = {k: v for k, v in DEMO_OPTIONS.items() if demo and k not in overridden}
-    with exit_on_error():
-        chosen_rates = tuple(dict.fromkeys(map(parse_rate, rates.split(",")))) if rates else ()
-        place: AbstractContextManager[Backend]
-        where: Where = "emulated"
-        nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
-        ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
-        reasons: list[str] = [] if on_loopback or hostfile else missing()
-        if hostfile is not None:
-            refuse_options(context, nodes, "the hostfile decides it")
-            machines = Hostfile(hostfile, interface, port, ssh_port)
-            hosts, slots = len(machines.names), next(iter(machines.counts.values()))
-            where, place = "hostfile", nullcontext(machines)
-        elif on_loopback or reasons:
-            refuse_options(context, ssh | {"--hosts": "hosts"}, "this runs on loopback")
-            if "port" in given:
-                console.print("--port is ignored: loopback takes a free port.", highlight=False)
-            if reasons:
-                console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
-            hosts, slots = 1, slots if "slots" in given else 2
-            where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
-        else:
-            refuse_options(context, ssh, "there is no --hostfile")
-            place = EmulatedHosts(hosts, rate_mbit=None, slots=slots, port=port)
-        if hosts > 1:
-            weights = preset.get("weights", weights)
-        methods, shape = preset.get("methods", methods), preset.get("shape", shape)
-        chosen, sections = arguments.sections_of(
-            activation=policies, compression=methods, weights=weights
-        )
-        spec = Spec(
-            where=where,
-            hosts=hosts,
-            slots=slots,
-            policies=chosen["activation"],
-            methods=chosen["compression"],
-            weights=chosen["weights"],
-            baselines=split_names(baselines),
-            sections=sections,
-            rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
-            batch=batch,
-            tokens=tokens,
-            accumulation=accumulation,
-            bf16=bf16,
-            model=arguments.model_of(model),
-            shape=arguments.shape_of(shape),
-            repetitions=preset.get("repetitions", repetitions),
-            steps=steps,
-            warm_up=1 if demo else Spec.warm_up,
-            demo=demo,
-        )
-        check(spec)
-        with signals_as_exit(), place as backend:
-            budget_s = DEMO_S if demo else math.inf
-            run(spec, output, backend, console=console, stall_s=stall_s, budget_s=budget_s)
-        _write_report(output, console)
+    chosen_rates = tuple(dict.fromkeys(map(parse_rate, rates.split(",")))) if rates else ()
+    place: AbstractContextManager[Backend]
+    where: Where = "emulated"
+    nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
+    ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
+    reasons: list[str] = [] if on_loopback or hostfile else missing()
+    if hostfile is not None:
+        refuse_options(context, nodes, "the hostfile decides it")
+        machines = Hostfile(hostfile, interface, port, ssh_port)
+        hosts, slots = len(machines.names), next(iter(machines.counts.values()))
+        where, place = "hostfile", nullcontext(machines)
+    elif on_loopback or reasons:
+        refuse_options(context, ssh | {"--hosts": "hosts"}, "this runs on loopback")
+        if "port" in given:
+            console.print("--port is ignored: loopback takes a free port.", highlight=False)
+        if reasons:
+            console.print(f"No emulated nodes: {'; '.join(reasons)}.", highlight=False)
+        hosts, slots = 1, slots if "slots" in given else 2
+        where, place = "loopback", nullcontext(Loopback(slots, gpus=demo))
+    else:
+        refuse_options(context, ssh, "there is no --hostfile")
+        place = EmulatedHosts(hosts, rate_mbit=None, slots=slots, port=port)
+    if hosts > 1:
+        weights = preset.get("weights", weights)
+    methods, shape = preset.get("methods", methods), preset.get("shape", shape)
+    chosen, sections = arguments.sections_of(
+        activation=policies, compression=methods, weights=weights
+    )
+    spec = Spec(
+        where=where,
+        hosts=hosts,
+        slots=slots,
+        policies=chosen["activation"],
+        methods=chosen["compression"],
+        weights=chosen["weights"],
+        baselines=split_names(baselines),
+        sections=sections,
+        rates=chosen_rates or ((200.0,) if where == "emulated" else (None,)),
+        batch=batch,
+        tokens=tokens,
+        accumulation=accumulation,
+        bf16=bf16,
+        model=arguments.model_of(model),
+        shape=arguments.shape_of(shape),
+        repetitions=preset.get("repetitions", repetitions),
+        steps=steps,
+        warm_up=1 if demo else Spec.warm_up,
+        demo=demo,
+    )
+    check(spec)
+    with signals_as_exit(), place as backend:
+        budget_s = DEMO_S if demo else math.inf
+        run(spec, output, backend, console=console, stall_s=stall_s, budget_s=budget_s)
+    _write_report(output, console)
 
 
 def report(folder: Annotated[Path, Argument(help="Folder of a measured run.")]) -> None:
     """Write a run's report again."""
     from rich.console import Console
 
-    with exit_on_error():
-        _write_report(folder, Console())
+    _write_report(folder, Console())
 
 
 def _write_report(output: Path, console: Console) -> None:

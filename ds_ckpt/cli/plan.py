@@ -5,7 +5,9 @@ Heavy imports stay inside the command.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,11 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from ds_ckpt.cli.common import (
-    exit_on_error,
     file_option,
     progress,
     split_names,
-    without_collection,
     write_output,
 )
 
@@ -81,7 +81,9 @@ def plan(
 
     Compares DeepSpeed alone with this plugin. Simulates steps: nothing is run, no GPU is needed.
     """
-    with without_collection(), exit_on_error():
+    with contextlib.ExitStack() as stack:
+        gc.disable()  # imports and fake tensors make many objects that stay
+        stack.callback(gc.enable)
         import torch
         from rich.console import Console
 

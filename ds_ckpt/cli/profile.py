@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.common import exit_on_error, progress, split_names, write_output
+from ds_ckpt.cli.common import progress, split_names, write_output
 
 
 def profile(
@@ -57,7 +57,8 @@ def profile(
         str, typer.Option(help="Attention implementation in transformers: eager, sdpa.")
     ] = "",
     limit_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory of the accelerator, in GiB.")
+        float | None,
+        typer.Option(min=0.001, help="Memory of the accelerator, in GiB; 90% is used."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="JSON file to write all results to.")
@@ -75,10 +76,8 @@ def profile(
     Steps run on fake tensors, which allocate nothing. Each finding ends with the line of the
     DeepSpeed file that acts on it.
     """
-    try:
-        counts = tuple(int(word) for word in split_names(batches))
-    except ValueError:
-        counts = ()
+    words = split_names(batches)
+    counts = tuple(map(int, words)) if all(map(str.isdecimal, words)) else ()
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"{batches!r}: write whole numbers of at least 1: 1,2,4,8")
     import torch
@@ -91,22 +90,21 @@ def profile(
     from ds_ckpt.telemetry.units import GIB
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    with exit_on_error():
-        options = Options(
-            model,
-            config=load_file(config) if config is not None else None,
-            source=str(config),
-            batches=counts,
-            sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
-            world=world,
-            hosts=hosts,
-            policies=split_names(policies),
-            modules=split_names(modules) or None,
-            limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
-        )
-        each = 1 + (options.config is not None) + len(options.policies)
-        with progress(len(counts) * each) as report:
-            found = make_profile(options, report)
-        document(found).print(Console(soft_wrap=False))
-        write_output(trace, lambda path: typer.echo(trace_step(options, path)))
-        write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))
+    options = Options(
+        model,
+        config=load_file(config) if config is not None else None,
+        source=str(config),
+        batches=counts,
+        sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),
+        world=world,
+        hosts=hosts,
+        policies=split_names(policies),
+        modules=split_names(modules) or None,
+        limit_bytes=None if limit_gib is None else round(limit_gib * GIB),
+    )
+    each = 1 + (options.config is not None) + len(options.policies)
+    with progress(len(counts) * each) as report:
+        found = make_profile(options, report)
+    document(found).print(Console(soft_wrap=False))
+    write_output(trace, lambda path: typer.echo(trace_step(options, path)))
+    write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ds_ckpt.cli.common import DISK_FULL, disk_full
+from ds_ckpt.cli.common import error_text
 
 FAILED = 3
 """Exit code without a verdict."""
@@ -63,8 +63,6 @@ def validate_accuracy(
     given = dict(locals())
     from rich.console import Console
 
-    from ds_ckpt.errors import DsCkptError
-
     try:
         from ds_ckpt.lab.validate.command import run
 
@@ -73,14 +71,9 @@ def validate_accuracy(
         raise
     except ModuleNotFoundError as error:
         typer.echo(f"{error.name} is missing: pip install 'ds_ckpt[validation]'", err=True)
-    except DsCkptError as error:
-        typer.echo(str(error), err=True)
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to continue", err=True)
         raise typer.Exit(130) from None
     except Exception as error:  # exit code 1 would be read as a verdict
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            typer.echo(disk_full(error), err=True)
-        else:
-            traceback.print_exc()
+        typer.echo(error_text(error) or traceback.format_exc(), err=True)
     raise typer.Exit(FAILED)

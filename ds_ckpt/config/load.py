@@ -46,14 +46,10 @@ def load_file(path: str | Path) -> dict[str, Any]:
             "a byte order mark, and Python's True, False and None"
         )
         where, why = f"{name}:{error.lineno}:{error.colno}", f"not strict JSON: {error.msg.lower()}"
-        if not text.strip():
-            where, found, why, remedy = (
-                name,
-                "an empty file",
-                "a configuration is one JSON object",
-                _WRITE,
-            )
         problems = [Problem(where, found, why, remedy)]
+        if not text.strip():
+            why = "a configuration is one JSON object"
+            problems = [Problem(name, "an empty file", why, _WRITE)]
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError included
         problems = [Problem(name, "no JSON", str(error)[:200], "save the file as JSON in UTF-8")]
     if not problems and not isinstance(data, dict):

@@ -112,11 +112,10 @@ def _hooks() -> list[Finding]:
 def _programs() -> list[Finding]:
     findings = []
     for name, package, use in _PROGRAMS:
-        if path := shutil.which(name):
-            findings.append(Finding("launchers", name, "ok", path))
-        else:
-            remedy = f"for {use}: install it (Debian: apt install {package})"
-            findings.append(Finding("launchers", name, "missing", "not on the PATH", remedy))
+        remedy = f"for {use}: install it (Debian: apt install {package})"
+        lacking = Finding("launchers", name, "missing", "not on the PATH", remedy)
+        path = shutil.which(name)
+        findings.append(Finding("launchers", name, "ok", path) if path else lacking)
     return findings
 
 

@@ -126,11 +126,8 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     common = models.get(name.lower())
     if common is None and ":" in name:
         return _callable(name, sizes)
-    if (
-        common is None
-        and "/" not in name
-        and (meant := difflib.get_close_matches(name.lower(), models, cutoff=0.75))
-    ):
+    meant = difflib.get_close_matches(name.lower(), models, cutoff=0.75)
+    if common is None and "/" not in name and meant:
         why = f"models known by name: {', '.join(models)}"
         raise _refused(f'"{name}"', why, f'write "{meant[0]}", or the path of a config.json')
     return _hugging_face(name, sizes, common and common["config"])

@@ -1,5 +1,6 @@
 """`ds-ckpt`: help, exit codes, JSON output."""
 
+import errno
 import json
 import os
 import re
@@ -14,12 +15,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ds_ckpt.cli import EXAMPLES, app
+from ds_ckpt.cli import EXAMPLES, app, main
 from ds_ckpt.cli.common import parse_rate
 from ds_ckpt.config import json_schema, load_file, parse
 from ds_ckpt.lab import doctor
 from ds_ckpt.lab.hosts.backends import environment, free_port
 
+GOLDEN = Path(__file__).with_name("golden")
 PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 run = CliRunner().invoke
 
@@ -70,11 +72,8 @@ def test_validate_reports_the_problems_of_all_files(tmp_path: Path) -> None:
     assert all(word in result.output for word in (str(bad), "none.json", *paths))
     assert result.output.count("remedy:") == 3
     result = run(app, ["validate", "--json", str(PRESETS[0]), str(bad)])
-    assert result.exit_code == 1
     good, refused = json.loads(result.stdout)
-    assert good["ok"]
-    assert good["summary"]
-    assert not refused["ok"]
+    assert (good["ok"], bool(good["summary"]), refused["ok"]) == (True, True, False)
     assert [p["where"] for p in refused["problems"]] == paths
     assert all(p["why"] and p["remedy"] for p in refused["problems"])
 
@@ -84,10 +83,27 @@ def test_schema(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     assert run(app, ["schema", "--output", str(path)]).exit_code == 0
     assert json.loads(path.read_text()) == json_schema()
-    assert run(app, ["schema", "--output", str(tmp_path)]).exit_code == 1
 
 
-REFUSED = (Path(__file__).parent / "golden" / "refused_commands.txt").read_text().splitlines()
+def test_a_failure_to_write_is_one_message_of_every_command() -> None:
+    """All are added by `_add`; files on a full disk are in the table below."""
+
+    numbers = [errno.ECHILD]
+
+    def fails() -> None:
+        raise OSError(numbers[0], os.strerror(numbers[0]), "some/file")
+
+    main._add(group := typer.Typer(), "schema", fails)
+    assert isinstance(run(group, []).exception, ChildProcessError)  # a defect
+    for numbers[0], remedy in ((errno.ENOSPC, "free some"), (errno.EROFS, "name a place")):
+        for name in EXAMPLES:
+            main._add(group := typer.Typer(), name, fails)
+            result = run(group, [])
+            assert result.exit_code == 1
+            assert re.search(f"some/file: found (.|\n)*fix: {remedy}", result.output)
+
+
+REFUSED = (GOLDEN / "refused_commands.txt").read_text().splitlines()
 """Rows: `arguments -> exit code: words that are printed | others`."""
 
 
@@ -101,6 +117,7 @@ def test_commands_that_cannot_work_are_refused_with_words(row, tmp_path, monkeyp
     shutil.copy(next(p for p in PRESETS if p.stem == "zero3_4bit"), "four.json")
     Path("mine").mkdir()
     Path("mine", "file").touch()
+    Path("full").symlink_to("/dev/full")
     arguments, _, expected = row.partition(" -> ")
     code, _, words = expected.partition(": ")
     found = run(app, shlex.split(arguments), terminal_width=200)
@@ -165,26 +182,10 @@ os.execvp("sh", ["sh", "-c", command])
 """
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ("", 0, "b: ranks 1, interface"),
-        ("time.time()=>time.time() - 99", 0, r"b: ranks 1, .*; clock \d+ s behind: times in logs"),
-        (
-            'socket.gethostbyname=>(lambda _: "127.0.1.1")',
-            0,
-            "b: .*resolves to 127.0.1.1: put GLOO_",
-        ),
-        (
-            'importlib.metadata.version(m)=>"0.1"',
-            1,
-            r"b: found torch 0.1(.|\n)*a has \d.*same code",
-        ),
-        ("isdir=>isfile", 1, r"b: found no folder .*(\n.*){2}: create or mount it"),
-    ],
-)
-def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, changes, code, said) -> None:
-    """Over an `ssh` that runs the command here; the second node is changed."""
+@pytest.mark.parametrize("row", (GOLDEN / "nodes.txt").read_text().splitlines())
+def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, row) -> None:
+    """Over an `ssh` that runs the command here; rows: what changes on node b, what is printed."""
+    changes, _, said = row.partition(" :: ")
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "ssh").write_text(SSH.format(python=sys.executable))
     (tmp_path / "ssh").chmod(0o755)
@@ -192,6 +193,6 @@ def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, changes, code, s
     monkeypatch.setenv("ON_b", changes)
     port = str(free_port())
     result = run(app, ["hosts", "check", "--hostfile", str(tmp_path / "hosts"), "--port", port])
-    assert result.exit_code == code, result.output
+    assert result.exit_code == ("found" in said), result.output
     assert re.search(said, result.output), result.output
     assert "a: found" not in result.output

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,12 +59,46 @@ def test_reference_pages_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made == written, "write it again: python scripts/reference.py"
 
 
-def test_the_version_is_in_one_place_and_the_citation_follows() -> None:
+def test_links_lead_somewhere_on_a_package_index() -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    shown, kept = "![a](docs/a.svg) [b](docs/b.md#c) ", "[d](https://e.f) [g](#h)"
+    assert description(shown + kept, None, "1") == f" b {kept}"
+    links = "![a](https://x/y/raw/v1/docs/a.svg) [b](https://x/y/blob/v1/docs/b.md#c) "
+    assert description(shown + kept, "https://x/y/", "1") == links + kept
+
+
+def agree(version: str, changelog: str, tag: str) -> bool:
+    """A tag is of the newest heading's version; an open changelog of that one or a later one."""
+    heads = re.findall(r"^## \[(.*)", changelog, re.M)
+    is_open = heads[0] == "Unreleased]"
+    form = re.compile(r"(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d$")
+    found = [version.split("."), *(form.findall(head)[0] for head in heads[is_open:])]
+    versions = [tuple(map(int, one)) for one in found]
+    if tag or not is_open:
+        return not is_open and tag in ("", f"v{version}") and versions[0] == versions[1]
+    return versions == sorted(versions, reverse=True)
+
+
+def test_version_tag_and_changelog_agree() -> None:
+    """Rows: version, headings (u: unreleased, 1: of 0.1.0, 2: of 0.2.0), tag."""
+    heads = {"u": "Unreleased]", "1": "0.1.0] - 2030-01-02", "2": "0.2.0] - 2030-03-04"}
+    right = ["0.1.0 u", "0.1.0 1 v0.1.0", "0.2.0 u1", "0.2.0 21 v0.2.0"]
+    wrong = ["0.1.0 u v0.1.0", "0.1.0 1 v0.1.1", "0.2.0 1", "0.2.0 u1 v0.2.0", "0.1.0 u21"]
+    for row in right + wrong:
+        version, log, *tags = row.split()
+        changelog = "".join(f"## [{heads[x]}\n" for x in log)
+        assert agree(version, changelog, "".join(tags)) == (row in right), row
+
+
+def test_the_version_is_in_one_place_and_the_others_follow() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'attr = "ds_ckpt.__version__"' in project
     assert not re.search(r"^version\s*=\s*\"", project, re.M)
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.findall(r"^version: (\S+)$", citation, re.M) == [ds_ckpt.__version__]
+    command = ["git", "-C", str(ROOT), "tag", "--points-at", "HEAD", "v*"]
+    tags = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    assert agree(ds_ckpt.__version__, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), tags)
 
 
 def test_every_dependency_is_listed_with_its_licence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from ds_ckpt.lab import doctor
 
 EXEC = [sys.executable, "-m", "ds_ckpt.cli", "exec"]
 STOCK = "def initialize(*args, **kwargs): return 'stock'\n"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, GOLDEN = Path(__file__).resolve().parents[2], Path(__file__).with_name("golden")
 
 
 @pytest.fixture
@@ -97,9 +97,10 @@ def test_other_processes_load_nothing(folder: Path) -> None:
     assert [p.name for p in environment.STARTUP.glob("*.py")] == ["sitecustomize.py"]
 
 
-def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Any = None, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **more}
     return subprocess.run(
-        [*EXEC, *words], capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+        [*EXEC, *words], capture_output=True, text=True, timeout=60, env=env, cwd=cwd
     )
 
 
@@ -115,14 +116,19 @@ def test_exit_codes_and_the_last_line() -> None:
     assert command("no_such_command").returncode == 127
 
 
-def test_a_wrong_section_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-    file.write_text('{"activation": {"policy": "blok"}}')
-    done = command("--section", str(file), "--", "touch", str(tmp_path / "ran"))
-    assert done.returncode == 1
-    assert "$.ds_ckpt.activation.policy" in done.stderr
+@pytest.mark.parametrize("row", (GOLDEN / "refused_exec.txt").read_text().splitlines())
+def test_what_is_wrong_is_refused_before_anything_starts(tmp_path, row) -> None:
+    """Rows: `arguments => words of the refusal`."""
+    words, _, refusal = row.partition(" => ")
+    (tmp_path / "s.json").write_text('{"activation": {"policy": "blok"}}')
+    for name in ("deepspeed", "accelerate"):
+        (tmp_path / name).write_text("#!/bin/sh\ntouch ran\n")
+        (tmp_path / name).chmod(0o755)
+    done = command(*words.split(), cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == bool(refusal), done.stderr
+    assert refusal in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "ran").exists() != bool(refusal)
 
 
 def test_variables_of_an_earlier_run_are_warned_of(tmp_path: Path) -> None:

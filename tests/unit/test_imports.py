@@ -33,9 +33,16 @@ VALIDATE = (
 )
 
 
+HELP = (
+    "from ds_ckpt.cli import EXAMPLES, app; "
+    "[app([*n.split(), '--help'], standalone_mode=False) for n in ('', *EXAMPLES)]"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "heavy"),
     [
+        (HELP, "torch deepspeed transformers accelerate numpy scipy matplotlib"),
         ("import ds_ckpt; dir(ds_ckpt)", "torch deepspeed transformers accelerate peft pydantic"),
         (f"{USE_ALL}; import torch; assert not torch.cuda.is_initialized()", "transformers"),
         ("import ds_ckpt.config", "deepspeed transformers typer"),
@@ -51,26 +58,22 @@ def test_imports_are_light(code: str, heavy: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_former_names_of_compression_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="use Removed"):
-        assert compression.Gone is compression.Removed
-    with pytest.warns(DeprecationWarning, match="use Codec"):
-        assert compression.RowCodec is compression.Codec
+def test_former_names_warn() -> None:
+    session, into = Session.__new__(Session), torch.ones(3)
+    session.exchange = SimpleNamespace(assignment="all", feedback=SimpleNamespace(nbytes=8))
+    for of, name, value, words in (
+        (compression, "Gone", compression.Removed, "use Removed"),
+        (compression, "RowCodec", compression.Codec, "use Codec"),
+        (session, "plan", "all", r"use session\.exchange"),
+        (session, "residual_bytes", 8, r"use session\.exchange"),
+    ):
+        with pytest.warns(DeprecationWarning, match=words):
+            assert getattr(of, name) == value
     with pytest.warns(DeprecationWarning, match=r"use Tensor\.add_"):
-        add_scaled = compression.add_scaled
-    into = torch.ones(3)
-    add_scaled(into, torch.ones(3), 2.0)
+        compression.add_scaled(into, torch.ones(3), 2.0)
     assert into.tolist() == [3.0] * 3
     with pytest.raises(AttributeError, match="no attribute 'gone'"):
         _ = compression.gone
-
-
-def test_former_names_of_a_session_warn() -> None:
-    session = Session.__new__(Session)
-    session.exchange = SimpleNamespace(assignment="all", feedback=SimpleNamespace(nbytes=8))
-    for name, value in (("plan", "all"), ("residual_bytes", 8)):
-        with pytest.warns(DeprecationWarning, match=r"use session\.exchange"):
-            assert getattr(session, name) == value
 
 
 def test_the_public_names_are_these() -> None:

@@ -194,6 +194,16 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     assert ports == {"a": "1234", "b": "0", "c": "0"}
 
 
+def test_hosts_with_the_same_problem_are_one_line() -> None:
+    b, c = ((255, "", f"{name}.org: connect to {name}: refused") for name in "bc")
+    with pytest.raises(HostError) as caught:
+        check_hosts(Hosts(a=(1, "", "no module torch"), b=b, c=c))
+    other, alike = caught.value.problems
+    assert (alike.where, alike.found) == ("b, c", "ssh: NODE.org: connect to NODE: refused")
+    assert "`ssh NODE true`" in alike.remedy
+    assert other.where == "a"
+
+
 @pytest.mark.parametrize(
     ("gpus", "wanted", "there", "cpu"),
     [(True, None, 2, False), (True, None, 1, True), (True, "cpu", 2, True), (False, None, 2, True)],
@@ -209,23 +219,14 @@ def test_gpus_are_used_if_there_are_enough(tmp_path, monkeypatch, gpus, wanted, 
     assert "--hostfile=none" in found.command
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no nodes"),
-        ("node1\n", "line 1"),
-        ("node1 slots=0\n", "line 1"),
-        ("node1 8\n", "line 1"),
-        ("node1 max_slots=8\n", "line 1"),
-        ("a slots=2\na slots=2\n", "line 2"),
-        ("a slots=2\nb slots=4\n", "a with 2, b with 4"),
-    ],
-)
-def test_hostfiles_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "hostfile"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_hostfile(path)
+def test_hostfiles_that_cannot_be_used(tmp_path: Path) -> None:
+    lines = ("node1", "node1 slots=0", "node1 8", "node1 max_slots=8")
+    twice, unequal = "a slots=2\na slots=2", "a slots=2\nb slots=4"
+    texts = dict.fromkeys(lines, "line 1") | {"": "no nodes", twice: "line 2"}
+    for text, message in (texts | {unequal: "a with 2, b with 4"}).items():
+        (tmp_path / "hosts").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_hostfile(tmp_path / "hosts")
 
 
 def test_a_hostfile_prepares_a_launch_over_pdsh(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
+from ds_ckpt.lab.measure import measure_report
 from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Spec
@@ -75,7 +76,8 @@ def test_the_headline_is_the_first_line_everywhere(run_folder: Path, page: str) 
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_path: Path) -> None:
+def test_80_columns_show_a_line_per_configuration_and_the_json(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(measure_report, "share_text", lambda one: "139% (-95 to 307)")
     demo = replace(known.SPEC, rates=(100.0,), methods=("3bit", "topk"), weights=("whole",))
     folder = write_run(tmp_path / "run", replace(demo, demo=True))
     result = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "80"})
@@ -85,6 +87,7 @@ def test_a_terminal_of_80_columns_has_a_line_per_configuration_and_the_json(tmp_
     for row in Report.of(folder).findings.rows:
         (line,) = (x for x in table.splitlines() if x.split()[:1] == [row.configuration])
         assert line.split()[1] == number(row.step_s.value)
+        assert line.rstrip().endswith(("-", "139% (-95 to 307)"))
     assert json.loads(advice.partition("wrote")[0])["ds_ckpt"] == {
         "activation": {"policy": "block"},
         "compression": {"method": "quantize", "quantize": {"bits": 3}},
@@ -205,3 +208,6 @@ def test_without_its_packages_the_page_alone_is_missing(tmp_path, monkeypatch) -
         assert "ds_ckpt[report]" in result.output
         for kind in ("md", "json"):
             (folder / f"report.{kind}").unlink()
+    (folder / "report.md").symlink_to("/dev/full")
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert (result.exit_code, "No space left on device" in result.output) == (1, True)

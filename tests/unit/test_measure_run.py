@@ -149,15 +149,9 @@ def test_configurations_are_the_product_of_the_axes() -> None:
 
 def test_every_configuration_is_a_valid_file() -> None:
     baselines = ("hpz", "zero2", "zero1")
-    spec = Spec(
-        policies=tuple(AXES["activation"]),
-        methods=tuple(METHODS),
-        weights=("whole", "lossless"),
-        baselines=baselines,
-        slots=2,
-        bf16=True,
-        accumulation=4,
-    )
+    more: dict[str, Any] = {"baselines": baselines, "slots": 2, "bf16": True, "accumulation": 4}
+    policies, weights = tuple(AXES["activation"]), ("whole", "lossless")
+    spec = Spec(policies=policies, methods=tuple(METHODS), weights=weights, **more)
     check(spec)
     zeros = {}
     for one in spec.configurations:
@@ -183,24 +177,16 @@ def test_every_configuration_is_a_valid_file() -> None:
     assert zeros == {**three, "hpz": (3, 2), "zero2": (2, None), "zero1": (1, None)}
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (
-            {"method": "quantize", "exchange": {"when": "micro_step"}},
-            {"exchange": {"when": "micro_step", "autotune": False}, "warmup_steps": 0},
-        ),
-        (
-            {"method": "dense", "rules": [{"match": "*", "method": "quantize"}]},
-            {"exchange": {"when": "accumulation_boundary", "autotune": False}, "warmup_steps": 0},
-        ),
-    ],
-)
-def test_a_users_section_is_used(section: dict[str, Any], expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("when", ["micro_step", "accumulation_boundary"])
+def test_a_users_section_is_used(when: str) -> None:
+    section: dict[str, Any] = {"method": "quantize", "exchange": {"when": when}}
+    if when == "accumulation_boundary":  # the default of several micro-steps
+        section = {"method": "dense", "rules": [{"match": "*", "method": "quantize"}]}
     spec = Spec(methods=("mine",), sections={"compression/mine": section}, accumulation=2)
     check(spec)
     config = deepspeed_config(spec, Configuration("none", "mine"), parameters=10)
-    assert config["ds_ckpt"]["compression"] == {**section, **expected}
+    added = {"exchange": {"when": when, "autotune": False}, "warmup_steps": 0}
+    assert config["ds_ckpt"]["compression"] == {**section, **added}
     parse(json.loads(json.dumps(config)))
 
 

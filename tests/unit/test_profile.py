@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity
 from typer.testing import CliRunner, Result
 
 from ds_ckpt.activation import CheckpointedBlocks
+from ds_ckpt.activation.planning.budget import AUTO_SHARE
 from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped, survey
 from ds_ckpt.cli import app
@@ -143,17 +145,9 @@ def test_a_recompute_can_be_the_peak() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> profiling.Profile:
-    return profiling.make_profile(
-        profiling.Options(
-            "demo",
-            batches=(1, 2),
-            sizes=Sizes(tokens=32),
-            policies=("block", "attention", "selective"),
-            world=4,
-            hosts=2,
-            limit_bytes=2**40,
-        )
-    )
+    options = profiling.Options("demo", batches=(1, 2), world=4, hosts=2, limit_bytes=2**40)
+    policies = ("block", "attention", "selective")
+    return profiling.make_profile(replace(options, sizes=Sizes(tokens=32), policies=policies))
 
 
 def test_the_report_is_as_on_record(measured, is_golden) -> None:
@@ -167,8 +161,8 @@ def test_the_report_is_as_on_record(measured, is_golden) -> None:
     ("limit", "found"),
     [
         (2**40, "full reduce bucket"),
-        (2**40, "Under 1024 GiB the largest batch is 2"),
-        (1, "Nothing fits into 0.0010 KiB"),
+        (2**40, "In 922 GiB, 90% of the memory, the largest batch is 2"),
+        (2, "of the memory, nothing fits: the least is 1.9"),
     ],
 )
 def test_findings_and_their_configuration(measured, limit, found) -> None:
@@ -184,11 +178,13 @@ def test_the_best_is_the_largest_batch_that_fits(measured: profiling.Profile) ->
 
     steps = (step("none", 1, 100), step("none", 4, 400), step("block", 4, 40), step("block", 8, 80))
     base = measured.states.resident_bytes
-    profile = replace(measured, footprints=steps, limit_bytes=base + 100)
-    assert profile.best is steps[3]
-    assert replace(profile, footprints=steps[:3], limit_bytes=base + 400).best is steps[1]
-    assert replace(profile, limit_bytes=base + 10).best is None
-    assert replace(profile, limit_bytes=None).best is None
+
+    def best(more: int, count: int = 4) -> Any:
+        limit_bytes = math.ceil((base + more) / AUTO_SHARE)
+        return replace(measured, footprints=steps[:count], limit_bytes=limit_bytes).best
+
+    assert [best(100), best(400, 3), best(10)] == [steps[3], steps[1], None]
+    assert replace(measured, limit_bytes=None).best is None
 
 
 def _run(*arguments: str) -> Result:
@@ -276,7 +272,12 @@ def test_a_trace_without_room_or_memory(tmp_path: Path, monkeypatch: pytest.Monk
     arguments = ("demo", "--tokens", "16", "--policies", "block", "--trace")
     missing = _run(*arguments, str(tmp_path / "none" / "trace.json"))
     assert missing.exit_code == 1
-    assert "cannot be written" in missing.stderr
+    assert "trace.json: found No such file" in missing.stderr
+    monkeypatch.setattr(
+        "torch.profiler.profile.export_chrome_trace", lambda self, path: Path(path).write_text("{")
+    )
+    cut = _run(*arguments, str(tmp_path / "cut.json"))
+    assert (cut.exit_code, "cut.json: found a file that was not" in cut.stderr) == (1, True)
     monkeypatch.setattr("ds_ckpt.lab.estimate.profile.free_on", lambda device: 1000)
     result = _run(*arguments, str(tmp_path / "trace.json"))
     assert result.exit_code == 1

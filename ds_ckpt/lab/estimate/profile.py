@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ds_ckpt.activation import CheckpointedBlocks, find_blocks
 from ds_ckpt.activation.blocks import Block, repeated_classes
+from ds_ckpt.activation.planning.budget import AUTO_SHARE
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
 from ds_ckpt.activation.policies import POLICIES, Unit, make_plan, policy_names
@@ -101,9 +103,14 @@ class Profile:
         return max(in_passes, self.states.step_bytes)
 
     @property
+    def usable_bytes(self) -> int | None:
+        """Part of the limit that is used, as by `ds-ckpt plan`; None without a limit."""
+        return None if self.limit_bytes is None else int(AUTO_SHARE * self.limit_bytes)
+
+    @property
     def best(self) -> Footprint | None:
-        """The largest batch under the limit, with the policy that computes least."""
-        limit = self.limit_bytes
+        """The largest batch that fits, with the policy that computes least."""
+        limit = self.usable_bytes
         fits = [f for f in self.footprints if limit is not None and self.total_bytes(f) <= limit]
         return max(fits, key=lambda f: (f.batch, -f.step.flops), default=None)
 
@@ -286,6 +293,8 @@ def trace_step(options: Options, path: Path) -> str:
         blocks.remove()
         launches[policy] = sum(map(_kernels, profiler.events()))
     profiler.export_chrome_trace(str(path))
+    if not path.read_text().rstrip().endswith("}"):  # it raises nothing if the disk is full
+        raise OSError(errno.ENOSPC, "a file that was not written to its end")
     unit, none = "kernels" if device.type == "cuda" else "operators", launches[NONE]
     words = ", ".join(f"{policy} {n} ({times(n, none)})" for policy, n in launches.items())
     return f"{path}: a step of {policy} on {device}; {unit}: {words}"

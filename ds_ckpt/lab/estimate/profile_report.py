@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_ckpt.activation.planning.budget import AUTO_SHARE
 from ds_ckpt.lab.estimate.profile import PARTS, Profile
 from ds_ckpt.lab.report.document import (
     Code,
@@ -72,7 +73,7 @@ def _saved(profile: Profile) -> Table:
 
 
 def _policies(profile: Profile) -> Table:
-    limit, rows = profile.limit_bytes, []
+    limit, rows = profile.usable_bytes, []
     hosts = any(one.host_bytes for one in profile.footprints)
     base = {f.batch: f.step for f in reversed(profile.footprints)}
     for one in profile.footprints:
@@ -94,7 +95,8 @@ def _policies(profile: Profile) -> Table:
 
 def findings(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     """List facts, each with the configuration to merge into the DeepSpeed JSON file."""
-    states, limit, best = profile.states, profile.limit_bytes, profile.best
+    states, limit, best = profile.states, profile.usable_bytes, profile.best
+    share = f"In {size(limit or 0)}, {AUTO_SHARE:.0%} of the memory,"
     if states.zero_stage == 3 and states.reduce_bucket_bytes > states.trainable_bytes > 0:
         elements = states.trainable_bytes // getattr(torch, profile.dtype).itemsize
         yield (
@@ -105,14 +107,14 @@ def findings(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     if best is not None and limit is not None:
         section = {"ds_ckpt": {"activation": best.section}} if best.section else {}
         yield (
-            f'Under {size(limit)} the largest batch is {best.batch}, with "{best.policy}": '
-            f"{size(profile.total_bytes(best))}.",
+            f"{share} the largest batch is {best.batch}, "
+            f'with "{best.policy}": {size(profile.total_bytes(best))}.',
             {"train_micro_batch_size_per_gpu": best.batch, **section},
         )
     elif limit is not None:
         least = min(profile.footprints, key=profile.total_bytes)
         yield (
-            f"Nothing fits into {size(limit)}: the least is {size(profile.total_bytes(least))} "
+            f"{share} nothing fits: the least is {size(profile.total_bytes(least))} "
             f'(batch {least.batch}, "{least.policy}"), of which {size(states.resident_bytes)} are '
             "states. Use more ranks, or offload the optimizer:",
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},

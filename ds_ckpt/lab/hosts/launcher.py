@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,8 +127,21 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
                 remedy = f"install {module} {wanted} there"
                 problems.append(Problem(node.name, f"{module} {version}", why, remedy))
     if problems:
-        raise HostError(problems)
+        raise HostError(_grouped(problems))
     return nodes
+
+
+def _grouped(problems: Sequence[Problem]) -> list[Problem]:
+    """Join the nodes that have the same problem; in its text they are NODE."""
+    alike: dict[tuple[str, ...], list[Problem]] = {}
+    for problem in problems:
+        name = rf"(?<![\w-]){re.escape(problem.where)}(?![\w-])"
+        texts = (problem.found, problem.why, problem.remedy)
+        alike.setdefault(tuple(re.sub(name, "NODE", text) for text in texts), []).append(problem)
+    return [
+        Problem(", ".join(one.where for one in found), *texts) if found[1:] else found[0]
+        for texts, found in alike.items()
+    ]
 
 
 def unreachable(hosts: Backend) -> list[Problem]:
@@ -143,7 +157,7 @@ def unreachable(hosts: Backend) -> list[Problem]:
         return Problem(name, f"no answer: {output}", why, remedy) if code == 255 else None
 
     with ThreadPoolExecutor(len(names)) as pool:
-        return [found for found in pool.map(problem, names) if found]
+        return _grouped([found for found in pool.map(problem, names) if found])
 
 
 def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:

@@ -77,7 +77,7 @@ class Report:
         share = {f"{c.policy}/{c.method}": share_text(c) for c in first}
         columns = [one for one in MEASURED if one.name in _SCREEN]
         table = self._table(self.findings.rates[0], columns)
-        heads = [head.replace(", ", "\n").replace(" ", "\n") for head in table.heads]
+        heads = [head.replace(" activations", "").replace(" ", "\n") for head in table.heads]
         rows = [[*row, share.get(row[0], "-").replace("none shown", "none")] for row in table.rows]
         several = self._shares() if len(self.findings.rates) > 1 else []
         steps = ReportSection("", [*several, Table([*heads, "pays for"], rows)])

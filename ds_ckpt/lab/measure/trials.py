@@ -123,9 +123,8 @@ def _reserved(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(
-                folder, "in which another command measures", "it would mix both"
-            ) from None
+            found = "in which another command measures"
+            raise _refusal(folder, found, "it would mix both") from None
         except OSError:
             pass  # some network file systems have no locks
         yield

@@ -104,6 +104,8 @@ class Table(ReportBlock):
         for place, head in enumerate(self.heads):
             justify: Literal["left", "right"] = "right" if place and not self.prose else "left"
             found.add_column(Text(head.replace(", ", "\n")), justify=justify, overflow="fold")
+        # other cells are folded before names are
+        found.columns[0].no_wrap = all(len(row[0]) < 30 for row in self.rows)
         for row in self.rows:
             found.add_row(*map(Text, row))
         yield found
