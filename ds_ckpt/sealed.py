@@ -1,7 +1,7 @@
 """Files of tensors with checksums: read as they were written, or refused.
 
-The format is safetensors. Its metadata have two digests (BLAKE2b, 16 bytes each): of the other
-metadata, and of all tensors' names, types, shapes and bytes.
+The format is safetensors. Its metadata have two digests (BLAKE2b, 16 bytes each). One is of the
+other metadata, one of all tensors' names, types, shapes and bytes.
 """
 
 import hashlib

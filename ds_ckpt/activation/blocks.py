@@ -1,8 +1,8 @@
 """Find the blocks of a model, and attention and MLP inside them, by their names.
 
 Attention is a module with such a class name, or with projections for query, key and value. An MLP
-is a module with such a class name, or else a chain of the block's own children (BERT:
-intermediate, output; OPT: fc1, activation_fn, fc2).
+is a module with such a class name. If there is none, it is a chain of the block's own children
+(BERT: intermediate, output; OPT: fc1, activation_fn, fc2).
 """
 
 import fnmatch

@@ -200,8 +200,8 @@ class Call:
     ) -> Any:
         """Return the result of `function(*args, **kwargs)`, checkpointed.
 
-        Outputs of `before` may be its inputs; if it is not the `last`, a call follows that may be
-        linked to it in the same way.
+        Outputs of `before` may be inputs of this call. Unless it is the `last`, its outputs may be
+        inputs of the next call.
         """
         target, self._last = self._target, last
         self._function, self._own = function, (args, kwargs)

@@ -49,8 +49,8 @@ def checksum(tensor: Tensor) -> Tensor:
 class FingerprintCache:
     """Fingerprints of saved tensors; the same tensor several times in a row is read once.
 
-    Views of parameters have none, nor has bookkeeping of kernels that may be uninitialized: seeds
-    of flash attention, and flat uint8 work space of cuDNN.
+    Views of parameters have none. Bookkeeping of kernels may be uninitialized, so seeds of flash
+    attention and flat uint8 work space of cuDNN have none.
     """
 
     def __init__(self) -> None:

@@ -118,9 +118,9 @@ class SavedStorage:
 class OffloadedStorage(SavedStorage):
     """Storage on the device (`original`, or `fetched` again), in host memory (`host`), or both.
 
-    `label` is the block that saved it first; `changed` is set if the original was changed in place
-    before it was released. `aliases` are the tensors saved over it, which may count versions of
-    their own (`_unsafe_view`), with their versions.
+    `label` is the block that saved it first. `changed` is set if the original was changed in place
+    before its release. `aliases` are the tensors saved over it, which may count versions of their
+    own (`_unsafe_view`), with their versions.
     """
 
     original: Tensor | None
@@ -188,8 +188,8 @@ class InPlaceRef:
 class BlockCall:
     """Forward call of one block, or of the `blocks` blocks of one recomputation.
 
-    `moves`: its tensors go to host memory. `weights` are the parameters of a block that is not
-    recomputed: its forward may gather them, and autograd saves views of them.
+    If `moves` is set, its tensors go to host memory. `weights` are the parameters of a block that
+    is not recomputed. Its forward may gather them, and autograd saves views of them.
     """
 
     number: int

@@ -2,8 +2,9 @@
 
 Each of n ranks keeps 1/n of the bytes, in an `InputStore`. When backward reaches a call, its parts
 are all-gathered, and those of the call before it. A gather needs every rank, so it follows from
-facts that all ranks share. They are compared at the start of backward, in one message of a fixed
-size: all ranks receive the same answers, so all of them raise, and none waits for another.
+facts that all ranks share. At the start of backward the ranks compare them, in one message of a
+fixed size. All ranks receive the same answers, so all raise or none does, and none waits for
+another.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 
 Restored are parameters, buffers, generators, attributes of modules and the containers in them.
 Objects among the arguments are restored with their contents, three levels deep. A recomputation
-works on copies. Other state is not restored: objects on modules, `random`, NumPy's random numbers,
-and what the block's functions reach by name (globals, class attributes, closures). If
-`check_determinism` is on, a recomputation that changes any of it is refused.
+works on copies. Not restored are objects on modules, `random` and NumPy's random numbers. Nor are
+globals, class attributes and closures that the block's functions reach by name. If
+`check_determinism` is on, a recomputation that changes any of these is refused.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Compressor interface and registry of methods.
 
-A method is one class in one file. Its fields are its settings (the JSON section of its name), its
-class attributes describe it, its methods count bytes and compress. `register` adds it to the
+A method is one class in one file. Its fields are its settings, the JSON section of its name. Its
+class attributes describe it, and its methods count bytes and compress. `register` adds it to the
 schema, the rules and the commands. docs/add_a_compressor.md shows how.
 
 A codec turns the rows of an fp32 matrix, one shard a row, into uint8 payloads. A payload's size
@@ -53,7 +53,7 @@ class Codec(Compressor):
     """Compressor that packs fp32 shards into payloads of a fixed size.
 
     Shards of one size are packed together, one a row: more ranks do not need more kernels. In a
-    step that will be skipped, values may be inf or NaN: `pack_rows` and `unpack_add_rows` must then
+    step that will be skipped, values may be inf or NaN. `pack_rows` and `unpack_add_rows` must then
     end without an error.
     """
 

@@ -4,9 +4,9 @@
     sent     = compressor(pending)
     residual = pending - sent
 
-One residual per parameter name, flat, in units of this rank's share of the averaged gradient with
-the loss scale removed: neither a change of the loss scale nor another rank's gradient affects it.
-Arithmetic is fp32 on the gradient's device; between steps a residual is fp32, bf16 or int8
+Each parameter name has one flat residual, in units of this rank's share of the averaged gradient.
+The loss scale is removed: neither its change nor another rank's gradient affects a residual.
+Arithmetic is fp32 on the gradient's device. Between steps a residual is fp32, bf16 or int8
 (`storage`), there or in host memory.
 
 Transactional: a step works on `pending`, and `commit` makes it the residual. `rollback` drops it:

@@ -6,14 +6,14 @@ With a matrix M [m, n], summed over ranks, and q [n, r] from the step before (wa
     q = M^T p               all-reduced
     sent = p q^T            M - p q^T is the residual
 
-p is orthonormal, so p q^T is the projection of M on the span of p: the residual never has more
+p is orthonormal, so p q^T is the projection of M on the span of p. The residual never has more
 energy than M. This file has the settings, the arithmetic and the state; `exchange.low_rank` has the
 sums over ranks.
 
-Each rank orthogonalizes the summed factor and must get what the others get. On machines whose
-arithmetic rounds differently two things keep the results within rounding of each other: the
-diagonal of R is positive, which makes the decomposition unique, and a column that depends on those
-before it, of which rounding errors alone would be left, is replaced by a fixed direction.
+Each rank orthogonalizes the summed factor and must get what the others get. Machines may round
+differently, but two things keep the results within rounding of each other. The diagonal of R is
+positive, which makes the decomposition unique. A column that depends on those before it would hold
+only rounding errors, so a fixed direction replaces it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class LowRank(Compressor):
 def gathers(world: int) -> bool:
     """Return whether `world` ranks exchange factors in bf16 instead of an all-reduce in fp32.
 
-    A ring's all-reduce sends 8 (W - 1) / W bytes an fp32 entry, an all-to-all of bf16 2 (W - 1):
-    fewer if W is 2 or 3.
+    A ring's all-reduce sends 8 (W - 1) / W bytes an fp32 entry. An all-to-all of bf16 sends
+    2 (W - 1), fewer if W is 2 or 3.
     """
     return 1 < world < _GATHERED_BELOW
 

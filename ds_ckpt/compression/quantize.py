@@ -4,9 +4,8 @@
 sign. With it the block's largest magnitude, of either sign, takes the end that reaches one further.
 Zero stays zero; levels at odd halves would send noise where a gradient has none.
 
-2 bits: the four Lloyd-Max levels of a Gaussian, and of all scales for them the one with the least
-squared error. The sent values are then a projection: the residual of a block never has more energy
-than the block.
+2 bits: the four Lloyd-Max levels of a Gaussian, at the scale with the least squared error. The sent
+values are then a projection: the residual of a block never has more energy than the block.
 """
 
 import math

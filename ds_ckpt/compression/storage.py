@@ -2,13 +2,13 @@
 
 Rounding to nearest would lose every gradient below half a unit of the residual, step after step.
 Rounding here is stochastic: x goes to the unit above it with the probability of its share of the
-way there, so each entry is within one unit and right on average:
+way. Each entry is within one unit, and right on average:
 
     bf16   add 16 random bits to the fp32 pattern and clear its lower 16: exactly unbiased
     int8   scale = max |block| / 126.99, rounded up to bf16; code = floor(x / scale + u)
 
-The random numbers are a hash of (seed, step, name, rounding within the step, entry): no state, and
-the same on every device and after a resume.
+The random numbers are a hash of (seed, step, name, rounding within the step, entry). They need no
+state, and are the same on every device and after a resume.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Top-K: send the entries of largest magnitude, keep the rest as residual.
 
-The top k of each block of at most 256 entries are sent: this costs one pass, never waits, and the
+The top k of each block of at most 256 entries are sent. This costs one pass, never waits, and the
 number of entries is known beforehand. A block is not a run of neighbours: gradients have rows that
-are large as a whole. Block b holds the entries b, b + S, b + 2S, ... of the shard, S the number of
-blocks, so the maxima run down the columns of the [rows, S] view. S has no factor 2, 3 or 5: it must
-not fall in step with the row length of the tensor. The comparison key is the upper 23 bits of |x|
-and, in its lower 8 bits, the row: a plain integer maximum yields the entry's row in its block,
-which is sent as a byte.
+are large as a whole. Block b holds the entries b, b + S, b + 2S, ... of the shard, with S blocks.
+So the maxima run down the columns of the [rows, S] view. S has no factor 2, 3 or 5: it must not
+fall in step with the tensor's row length. The comparison key is the upper 23 bits of |x|, with the
+row in its lower 8 bits. A plain integer maximum yields the entry's row in its block, which is sent
+as a byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The configuration: the `ds_ckpt` section, DeepSpeed's `activation_checkpointing`, and rules.
 
-`parse` reports mistakes together, each with its JSON path: first those of single keys, then, if
-there are none, those across keys. A key is declared once, as a field of its section's model: type,
-default, description, and the keys that it requires. Nothing here imports DeepSpeed or transformers.
+`parse` reports mistakes together, each with its JSON path. It reports mistakes across keys only if
+single keys have none. A key is declared once, as a field of its section's model, with type,
+default, description and required keys. Nothing here imports DeepSpeed or transformers.
 """
 
 from collections.abc import Mapping

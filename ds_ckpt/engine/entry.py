@@ -1,7 +1,7 @@
 """Entry points. All of them create a `Session` on DeepSpeed's engine.
 
-`initialize` and `attach` are for code that imports the plugin; `install` is for code that does not
-(the HF Trainer, accelerate, and any script under `ds-ckpt exec` or `--module ds_ckpt.run`).
+`initialize` and `attach` are for code that imports the plugin. `install` is for code that does not:
+the HF Trainer, accelerate, and scripts under `ds-ckpt exec` or `--module ds_ckpt.run`.
 """
 
 import base64

@@ -32,10 +32,10 @@ from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 class Gradients:
     """Sets up `compression` with a method. Collective: every rank makes one.
 
-    `step` reduces buckets, commits and rolls back; `feedback` has its residuals, None if nothing is
-    left out or accumulated; `assignment` has compressor and bytes of each parameter; `guard` is
-    None if off; `nccl_bytes` are NCCL's buffers. Raises UnsupportedError if engine, nodes or
-    parameters do not support the section.
+    `step` reduces buckets, commits and rolls back. `feedback` has its residuals; it is None if
+    nothing is left out or accumulated. `assignment` has compressor and bytes of each parameter.
+    `guard` is None if off. `nccl_bytes` are NCCL's buffers. Raises UnsupportedError if engine,
+    nodes or parameters do not support the section.
     """
 
     def __init__(self, engine: Any, config: CompressionConfig) -> None:

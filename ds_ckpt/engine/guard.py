@@ -30,8 +30,8 @@ def gradient_norm(engine: Any) -> float | None:
 class ErrorSampler:
     """Measures compression errors every so many optimizer steps.
 
-    `latest` are squared norms of what this rank's exchange was given and of what it left out, by
-    method, in the last step; empty if it was not sampled.
+    By method, `latest` has squared norms of the last step's input and of the part left out, on this
+    rank. It is empty if that step was not sampled.
     """
 
     def __init__(self, engine: Any, errors: Errors) -> None:

@@ -52,8 +52,8 @@ class Assignment:
     ) -> Assignment:
         """Assign compressors to parameters, given as (name, shape, bytes of an element).
 
-        `world` are the ranks that exchange (nodes, with two levels), `local` the ranks of a node
-        that divide each gradient among them. DeepSpeed reduces those in `by_deepspeed`.
+        `world` counts the ranks that exchange (nodes, with two levels). `local` ranks of a node
+        divide each gradient among them. DeepSpeed reduces those in `by_deepspeed`.
         """
         tensors = []
         for name, shape, itemsize in shapes:
@@ -90,7 +90,7 @@ class Assignment:
 
         Arguments as for `of`; `bucket` counts entries. Gradients are added into the residuals
         (`in_place`) or into working tensors. With two levels the ranks of a node send each other
-        uncompressed gradients, and each has `1 / local` of their sum.
+        uncompressed gradients. Each has `1 / local` of their sum.
         """
         numels = [math.prod(t.shape) for t in self.tensors]
         share = min(1.0, max(bucket, *numels, 0) / max(sum(numels), 1))

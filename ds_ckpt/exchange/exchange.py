@@ -6,17 +6,17 @@
     4. unpack         own shard = sum of what arrived; the own part is never sent, and is exact
     5. commit         with the step (`engine.step`)
 
-It replaces DeepSpeed's `reduce_scatter_coalesced`: the mean over the group, this rank's chunk of
-each tensor, unpadded, still multiplied by the loss scale. A tensor without a compressor is sent in
-its own dtype. In fp32 it is divided by the world before the sum, like in DeepSpeed. So are sums of
-a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and rounded
-once. Low-rank tensors use all-reduces of their factors instead (`low_rank`). With two levels all of
-this happens between nodes, to sums inside each node (`hierarchy`).
+It replaces DeepSpeed's `reduce_scatter_coalesced`. It returns this rank's unpadded chunk of each
+tensor's mean over the group, still multiplied by the loss scale. A tensor without a compressor is
+sent in its own dtype. In fp32 it is divided by the world before the sum, like in DeepSpeed. So are
+sums of a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and
+rounded once. Low-rank tensors use all-reduces of their factors instead (`low_rank`). With two
+levels all of this happens between nodes, to sums inside each node (`hierarchy`).
 
 A codec might drop a non-finite value and hide the overflow. So its rank flags the bucket in its
 packets' headers. Every rank then returns NaN for its shards of the bucket's compressed tensors.
 DeepSpeed's own overflow check finds it there. The flag stays a tensor on the device. The host reads
-those of all buckets at once, when the step ends: a flagged bucket is exchanged to its end, with
+those of all buckets at once, when the step ends. A flagged bucket is exchanged to its end, with
 meaningless values, and the step is rolled back.
 """
 
@@ -165,8 +165,8 @@ class AllToAllExchange:
     ) -> None:
         """Exchange a bucket of zeros as steps will, also by `others`, and roll it back.
 
-        NCCL allocates buffers for each peer with a group's first messages, and Triton compiles a
-        kernel with its first call: here, and not in the first backward, after memory is planned.
+        NCCL allocates buffers for each peer with a group's first messages. Triton compiles a kernel
+        at its first call. Both happen here, not in the first backward, after memory is planned.
         Collective if it `sends`.
         """
         names = [name for name, _, _ in bucket]

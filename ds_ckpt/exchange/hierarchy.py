@@ -1,9 +1,9 @@
 """Two levels: ranks by node, the process groups, and the exact sum inside a node.
 
-With two levels, local rank `l` of a node receives entries from each rank there: those that the
-`l`-th ranks of all nodes own. It adds them up in fp32 or better. Links inside a node are fast, so
-values are sent uncompressed there. The part that is sent between nodes, and the residual, is
-`1 / ranks a node` of the gradient.
+With two levels, each rank of a node sends local rank `l` the entries that all nodes' `l`-th ranks
+own. That rank adds them up in fp32 or better. Links inside a node are fast, so values are sent
+uncompressed there. The part that is sent between nodes, and the residual, is `1 / ranks a node` of
+the gradient.
 """
 
 import contextlib

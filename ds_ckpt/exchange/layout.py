@@ -1,7 +1,7 @@
 """Ownership of entries, as ZeRO-3 divides tensors. Pure arithmetic.
 
 Rank r owns entries [r * chunk, min((r + 1) * chunk, numel)) of the flattened tensor, chunk =
-ceil(numel / world); the last ranks may own fewer entries or none.
+ceil(numel / world). The last ranks may own fewer entries or none.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class LocalShard:
     """The part of a tensor that a group of ranks exchanges: its members' shards, in a row.
 
     With one level the group is the whole world, and this is the flattened tensor. With two levels
-    it is one rank of each node (`members`, ascending), and this is `1 / ranks a node` of the
+    it is one rank of each node (`members`, ascending). Then this is `1 / ranks a node` of the
     tensor.
     """
 

@@ -9,12 +9,11 @@ With M_p the matrix of rank p, residual included, and hats for orthonormal colum
     the owner adds P^ (Q - Q_own)^T at its shard's entries, and its own M exactly
 
 Each rank keeps what its own factor missed, so residuals and delivered gradients add up on every
-rank; its own shard has no residual. The own shard stays in M all the same: without it the matrices
-of two ranks would have different rows, and the projection of each on the common P^ would miss most
-of it.
+rank. Its own shard has no residual, but stays in M. Without it the matrices of two ranks would have
+different rows. The projection of each on the common P^ would miss most of it.
 
-A rank with a non-finite value puts NaN into the first sum. Every rank finds it there, on the
-device and without a wait; the rest of the exchange is computed and dropped.
+A rank with a non-finite value puts NaN into the first sum. Every rank finds it there, on the device
+and without a wait. The rest of the exchange is computed and dropped.
 
 ZeRO-3's shards are runs of the flattened tensor and start in the middle of rows. A factorization
 needs rows, so each shard contributes the rows that it touches, with zeros at entries of others

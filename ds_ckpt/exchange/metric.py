@@ -1,13 +1,13 @@
 """Estimate of the optimizer's preconditioner, known to all ranks.
 
-An optimizer of Adam's kind divides by the root of its second moment v, so an error e of an entry
+An optimizer of Adam's kind divides by the root of its second moment v. So an error e of an entry
 counts e^2 / sqrt(v). A codec that packs x / w, w = v^(1/4), leaves the least error in that metric.
-Only the owner has v; but its sums by row and column of a matrix are few numbers, and their outer
+Only the owner has v. But its sums by row and column of a matrix are few numbers. Their outer
 product is near v (Shazeer & Stern, "Adafactor", arXiv 1804.04235). In every `EVERY`-th step after
 the warm-up all ranks sum the squares of their gradients by row and by column. One all-reduce adds
 them up.
 
-w is a power of two, so dividing by it and multiplying rounds nothing: residuals and delivered
+w is a power of two, so dividing by it and multiplying rounds nothing. Residuals and delivered
 gradients add up as without it. All ranks have the same sums, so the same w. The sums are not saved:
 after a load they are measured again.
 """

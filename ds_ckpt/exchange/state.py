@@ -1,12 +1,12 @@
 """Residuals beside DeepSpeed's checkpoint: one file a rank (law 5).
 
 The same ranks in the same places resume to the bit. With one level, another world size keeps the
-sum over ranks of every entry: residuals are in units of the averaged gradient. So the sum is what
+sum over ranks of every entry. Residuals are in units of the averaged gradient. So the sum is what
 training has not delivered yet, whatever the number of ranks. With two levels, another world size or
 another division over nodes starts residuals at zero, with a warning.
 
-With tensor parallelism each slice of the model has its own files, with `mp00of02` in their names:
-slices have different entries under one parameter name. Another number of slices is refused.
+With tensor parallelism each slice of the model has its own files, with `mp00of02` in their names.
+Slices have different entries under one parameter name. Another number of slices is refused.
 
 A file is safetensors with a digest (`sealed.py`). Tensors: `residual/NAME` as it is kept (fp32,
 bf16 or int8), `scales/NAME` with int8, and `PART/KEY` of other state. Metadata: `format`, `method`,
@@ -120,7 +120,7 @@ class ResidualFiles:
     if this run has no residuals. `peers` are, by place in a node, the ranks whose shards residuals
     there cover; empty with one level. `model_slice` is this rank's slice of the model as in the
     file's name, "" for all of it. `step` is an `engine.step.StepState`, equal on all ranks at one
-    place of their nodes; ranks of another world load rank 0's.
+    place of their nodes. Ranks of another world load rank 0's.
     """
 
     feedback: Feedback | None

@@ -1,8 +1,8 @@
 """The MODEL of a command: from a name to a model and a batch.
 
-Four kinds: the built-in model (`demo`), a common model of `hardware.json`, a Hugging Face
-configuration (file, directory or hub name; no weights are read), and `module:callable`. Models can
-be built under any tensor mode, so that a 7B model can consist of fake tensors.
+MODEL is the built-in model (`demo`), a common model of `hardware.json`, `module:callable`, or a
+Hugging Face configuration. That is a file, a directory or a hub name; no weights are read. Models
+can be built under any tensor mode, so that a 7B model can consist of fake tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes:
 class Subject:
     """A model that can be built repeatedly.
 
-    `build` returns a model and a batch of a number of sequences; the number is ignored if the
+    `build` returns a model and a batch of a number of sequences. The number is ignored if the
     subject is not `sized`. `layers` is the number of blocks if all are equal.
     """
 

@@ -42,7 +42,7 @@ class ExchangeSample(NamedTuple):
 class Interval:
     """The steps between two records, on one rank; `parameters` have been gathered so far.
 
-    `timed` has (is compressed, `timings.step_parts`) of each step whose parts are known;
+    `timed` has (is compressed, `timings.step_parts`) of each step whose parts are known.
     `uncompressed_s` is the median time of the reduction in the run's uncompressed steps.
     """
 

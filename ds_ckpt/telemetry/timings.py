@@ -1,8 +1,8 @@
 """Time spans of a step, ranges of profilers, and statistics of residuals.
 
 Telemetry, or `ds-ckpt measure`, sets a `Spans` on a session's counters and exchange. Kinds of spans
-are the loop's phases (`forward`, `backward`, `update`), `recompute`, `gather` (DeepSpeed's fetch of
-a module's weights), the purposes of collectives, `collective` (a call, or the wait for one) and the
+are `forward`, `backward`, `update`, `recompute` and `gather` (DeepSpeed's fetch of a module's
+weights). Others are the purposes of collectives, `collective` (a call, or the wait for one) and the
 `SECTIONS` of an exchange. Each kind is a range of torch's profiler, too.
 """
 

@@ -1,7 +1,7 @@
 """Encodings of one step's change of a weight shard, and the layout of replicas over nodes.
 
 No DeepSpeed here: `ds_ckpt.zero3.weights_hook` reads and writes its shards. A codec updates the
-owner's shard in place and returns bytes; every replica decodes them into the same bits (law 2).
+owner's shard in place and returns bytes. Every replica decodes them into the same bits (law 2).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ ChangeCodec = Whole | Lossless
 class NodeLayout:
     """P = nodes x local ranks; the ranks of a node are consecutive, and `inside` is their group.
 
-    Shard k has one replica on each node, at the local rank k // nodes: the rank whose part of the
-    node's copy contains that shard.
+    Shard k has one replica on each node, at the local rank k // nodes. That rank's part of the
+    node's copy contains the shard.
     """
 
     nodes: int

@@ -1,11 +1,11 @@
 """Saves the plugin's state in an engine's checkpoints: wraps save and load.
 
 `exchange.state.ResidualFiles` reads and writes the state. This file calls it when DeepSpeed saves
-and loads, with the tag and with the caller's choice of what to load.
+or loads, with the tag and the caller's choice of what to load.
 
 A save first removes the state of an earlier save under its tag. Then it runs DeepSpeed's save,
 writes the state, and names the tag in `latest`. If it is interrupted, the tag holds no state or an
-incomplete one, which is refused: never the state of one save beside DeepSpeed's files of another.
+incomplete one, which is refused. One save's state is never beside another's DeepSpeed files.
 """
 
 import functools

@@ -197,8 +197,8 @@ def wrap_skip_decision(
 ) -> None:
     """Replace the method that decides whether a step is skipped by `around` that method.
 
-    Before 0.19.8 it checks for overflow first, and for fp16 alone; `always_check` skips steps with
-    non-finite gradients in every dtype, like 0.19.8. That version's norm leaves replicated
+    Before 0.19.8 it checks for overflow first, and for fp16 alone. Like 0.19.8, `always_check`
+    skips steps with non-finite gradients in every dtype. That version's norm leaves replicated
     parameters out on all tensor-parallel ranks but the first; `always_check` looks there, too.
     """
     names = "_loss_scale_update_and_overflow_cleanup", "_overflow_check_and_loss_scale_update"

@@ -1,10 +1,10 @@
 """The gather hook: weights that a recomputation gathers are kept until backward has used them.
 
 ZeRO-3's coordinator releases a module's weights after every forward, also after the second forward
-of checkpointing, and backward gathers them again: 3 gathers per parameter and step instead of 2.
-During a recomputation this hook skips the release and leaves it to backward. Backward does not use
-all weights (a frozen layer, a block whose input needs no gradient). Unused ones are released when
-the next recomputation begins, at the latest when backward ends.
+of checkpointing. Backward gathers them again: 3 gathers per parameter and step instead of 2. During
+a recomputation this hook skips the release and leaves it to backward. Backward does not use all
+weights (a frozen layer, a block whose input needs no gradient). Unused ones are released when the
+next recomputation begins, at the latest when backward ends.
 
 It also removes entries that early-stopped recomputations leave on DeepSpeed's module stack. It
 counts gathers by purpose, and orders gathers after a step behind the step's writes.
@@ -125,7 +125,7 @@ class GatherHook:
     def release_kept(self) -> None:
         """Release what backward did not use, as the coordinator does after a forward.
 
-        Modules whose backward has begun are left: with checkpointing inside a checkpointed block,
+        Modules whose backward has begun are left. With checkpointing inside a checkpointed block,
         the inner recomputation starts during the outer block's backward.
         """
         if not self._kept:

@@ -1,9 +1,9 @@
 """Momentum correction: AdamW steps by u = (1 - a) m + a g in place of its first moment m.
 
-Error feedback delivers gradients late, as an exponential average; with the first moment behind it
+Error feedback delivers gradients late, as an exponential average. With the first moment behind it
 the largest stable learning rate falls (Cohen et al., arXiv 2207.14484). A share a of the newest
-gradient g removes most of the delay (a = 1 - b1 is Nesterov's form; Dozat, 2016), at no cost of
-bytes or memory.
+gradient g removes most of the delay, without more bytes or memory. With a = 1 - b1 this is
+Nesterov's form (Dozat, 2016).
 
 DeepSpeed steps one sub-group after the other, each as the only member of its parameter group. Its
 Adams read the group's betas every time. Their bias correction is off in the first steps.

@@ -37,8 +37,9 @@ def transient_bytes(
 
     ZeRO-3 keeps a weight whose next use is within `stage3_max_reuse_distance` elements of its last
     (`PartitionedParameterCoordinator.__params_to_release`). At the end of the forward that is half
-    of the distance, there and back. All arguments but `itemsize` count elements: of each parameter
-    that is not persistent, of the largest block, with gradients, and of DeepSpeed's settings.
+    of the distance, there and back. All arguments but `itemsize` count elements. `released` counts
+    each parameter that is not persistent, `largest` the largest block, `trainable` those with
+    gradients.
     """
     gathered = min(sum(released), max(reuse // 2, largest) + prefetch)
     return {

@@ -384,7 +384,7 @@ def plan_within(
 ) -> ActivationPlan:
     """Measure the model with this batch, and return the cheapest plan that fits.
 
-    A budget for the whole accelerator counts temporaries, too: they are simulated with the plan
+    A budget for the whole accelerator counts temporaries, too. They are simulated with the plan
     that fits without them and without host memory. Raises UnsupportedError if it cannot be
     measured, or nothing fits.
     """

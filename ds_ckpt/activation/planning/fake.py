@@ -1,6 +1,6 @@
 """Models and batches without memory: fake tensors of the full shapes.
 
-A fake tensor has no values, and models read some: a padding mask of ones decides which attention
+A fake tensor has no values, but models read some. A padding mask of ones decides which attention
 runs, and so what autograd saves. Small integers and booleans keep theirs (`KnownValues`), and so do
 tensors that are computed from them and from constants alone.
 

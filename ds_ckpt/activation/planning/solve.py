@@ -5,7 +5,7 @@ At block i, backward needs what the blocks before i hold, and what block i itsel
 
     need_i = max(full_i, held_i + need_{i+1}),   need_n = tail,   head + need_0 <= budget
 
-A choice for the blocks from i on that needs and costs no less than another is never better: only
+A choice for the blocks from i on that needs and costs no less than another is never better. So only
 the Pareto front is carried from the last block to the first. Beyond `limit` points, the cheapest of
 nearly equal needs stays.
 """

@@ -1,8 +1,8 @@
 """Traces of a model: a forward without memory by block, and a whole step on tensors of any kind.
 
-A survey is a forward of a fake copy (`fake.py`) under the memory tracker, with the shapes of a real
-batch. Not seen: a loss that is computed outside of the model's forward, and memory that kernels use
-inside.
+A survey runs the forward of a fake copy (`fake.py`) under the memory tracker, with a real batch's
+shapes. It does not see a loss that is computed outside of the model's forward, nor memory that
+kernels use inside.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Memory that a rank keeps beside activations: weights, gradients, optimizer, buffers.
 
-Arithmetic on sizes of parameters and DeepSpeed's settings, as DeepSpeed 0.19 allocates them (its
-`runtime/zero/stage3.py`): shards of `ceil(numel / world)`, 32-bit master weights beside the
-optimizer's own state, one reduce bucket in full, and gathered weights as in `zero3.resident`.
-NCCL's buffers are counted for the plugin's groups, as others have reported them. Fragmentation is
-not counted.
+The sizes follow from parameters and settings, as in DeepSpeed 0.19 (its `runtime/zero/stage3.py`).
+A rank keeps shards of `ceil(numel / world)`, and 32-bit master weights beside the optimizer's own
+state. It also keeps one reduce bucket in full, and gathered weights as in `zero3.resident`. NCCL's
+buffers are counted for the plugin's groups, as others have reported them. Fragmentation is not
+counted.
 """
 
 from __future__ import annotations

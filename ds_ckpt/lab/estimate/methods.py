@@ -2,7 +2,7 @@
 
 A method of gradients is `stock` (DeepSpeed's own reduction), `dense`, or settings with verdicts.
 Bytes are those of `exchange/assignment.py`. The seconds of coding are the bytes that its operators
-read and write, counted on a small tensor, over the device's memory bandwidth.
+read and write, over the device's memory bandwidth. The bytes are counted on a small tensor.
 """
 
 import functools
@@ -91,7 +91,7 @@ class PlanMethod:
 def methods(loss: Loss, exchanging: int = 1) -> tuple[list[PlanMethod], list[PlanMethod]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
-    Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good, so
+    Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good. So
     only verdicts with as many workers, or with the next more, count (docs/accuracy.md).
     """
     dense = {"method": "dense"}

@@ -158,8 +158,8 @@ class Model:
     ) -> list[TimedBlock]:
         """Make the blocks of a simulated step, with the parts before and after them.
 
-        `forward_s` ends with the time outside of blocks. A block is used again after all that comes
-        behind it has been gathered twice: within `reuse` elements it stays gathered.
+        `forward_s` ends with the time outside of blocks. A block is used again once all that comes
+        behind it was gathered twice. Within `reuse` elements it stays gathered.
         """
         *inside_s, outside_s = forward_s
         found = [self.head.block(0.0, 0.0, 0, persistent)]

@@ -1,11 +1,11 @@
 """Search for the settings that train most tokens a second on a cluster, within memory and loss.
 
-Candidates differ in micro-batch, recomputation (the model's own, or a budget's plan, with and
-without offload), weights (ZeRO-1, ZeRO-2, ZeRO-3, hpZ, resident whole or losslessly), gradients
-(DeepSpeed's own, dense, or methods that verdicts allow) and, where memory is short, buckets. Steps
-that differ by less than the simulator's error are a tie, which goes to the setting that departs
-least from plain DeepSpeed. ZeRO-1 all-reduces gradients once a step, ZeRO-2 in every micro-step;
-both gather changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
+Candidates differ in micro-batch and recomputation (the model's own, or a budget's plan, with and
+without offload). Weights are ZeRO-1, ZeRO-2, ZeRO-3, hpZ, resident whole or losslessly. Gradients
+are DeepSpeed's own, dense, or by methods that verdicts allow. If memory is short, buckets differ
+too. Steps that differ by less than the simulator's error are a tie. A tie goes to the setting that
+departs least from plain DeepSpeed. ZeRO-1 all-reduces gradients once a step, ZeRO-2 in every
+micro-step; both gather changed weights after the optimizer (DeepSpeed's `stage_1_and_2.py`).
 """
 
 import functools
@@ -215,8 +215,8 @@ class PlanOption:
 class Search:
     """All candidates of a question; ConfigError if its batch cannot be divided.
 
-    `report` is called before each micro-batch size; `each` are sequences of a rank in a step;
-    `refused` are methods that verdicts do not allow.
+    `report` is called before each micro-batch size. `each` counts the sequences of a rank in a
+    step. `refused` are methods that verdicts do not allow.
     """
 
     def __init__(self, question: Question) -> None:

@@ -1,11 +1,11 @@
 """One step of ZeRO-3 with this plugin as a schedule of tasks: its time, and what decides it.
 
-A task occupies one resource of the slowest rank: "compute", "network" (a node's link, each
-direction the same), "inside" (links in a node) or "bus" (device to host memory). In the order of
-the program it begins when the tasks that it waits for have ended and the resource is free, and
-takes `calls (c + hops a) + bytes / rate`, for c of a call and a latency a: P-1 hops in a ring, 2
-log2 P for a few numbers (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). So a faster link never
-makes a step longer.
+A task occupies one resource of the slowest rank. Resources are "compute", "network" (a node's link,
+each direction the same), "inside" (a node's links) and "bus" (device to host). In program order a
+task begins when the tasks that it waits for have ended and the resource is free. It takes
+`calls (c + hops a) + bytes / rate`, for c of a call and a latency a. A ring has P-1 hops, a few
+numbers 2 log2 P (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). So a faster link never makes a
+step longer.
 
 Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks:
 
@@ -235,8 +235,8 @@ class _Simulation:
         self._until = list(itertools.accumulate(b.elements for b in blocks))
         self._moved = [n for n, b in enumerate(blocks) if b.offloaded_bytes]
         self._changes: list[tuple[float, float, float]] = []
-        """Chunks of changed weights under way: the model's elements up to its end, its own, and the
-        task that it is sent after."""
+        """Chunks of changed weights under way. Each has the model's elements up to its end, its own
+        elements, and the task that it is sent after."""
 
     def _micro_step(self) -> list[_Piece]:
         forward, backward = list[_Piece](), list[_Piece]()

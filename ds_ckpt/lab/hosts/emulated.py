@@ -1,7 +1,7 @@
 """Hosts emulated on this machine: own network, process and name space each, links with a set rate.
 
 No root is needed: for other users all namespaces belong to a user namespace. Ranks are started in
-the namespaces directly. With `pdsh`, which needs root, every host has its own sshd, so that
+the namespaces directly. With `pdsh`, which needs root, every host has its own sshd. So
 `deepspeed --hostfile` reaches it like a real one.
 
 The namespaces have no names in the system: they exist as long as a host's first process. With it

@@ -1,8 +1,8 @@
 """Heartbeat between a launcher and its processes, in a folder that both can see.
 
-job.json      work for the launched processes; rank 0 reads and broadcasts it
-events.jsonl  progress, appended by rank 0
-alive         identity of the launch, renewed by the launcher
+    job.json      work for the launched processes; rank 0 reads and broadcasts it
+    events.jsonl  progress, appended by rank 0
+    alive         identity of the launch, renewed by the launcher
 
 A process without progress for `stall_s` ends itself, on whatever host. Rank 0 also ends if `alive`
 is not renewed for `ORPHANED_S` or names another launch. The launcher ends everything if rank 0

@@ -5,9 +5,9 @@ One process per node takes part. Each pair of nodes is measured while the others
     latency     half of the round trip of 8 bytes, median
     rate        of each direction while both nodes send
 
-The number of bytes doubles until sending takes long enough: what a shaper's burst and TCP's slow
-start do to the first ones is then small. Payload is timed; headers take 4 to 5% of an Ethernet link
-with frames of 1500 bytes. Payload at 95.6% of the nominal rate is a full link.
+The number of bytes doubles until sending takes long enough. The effect of a shaper's burst and of
+TCP's slow start is then small. Payload is timed; headers take 4 to 5% of an Ethernet link with
+frames of 1500 bytes. Payload at 95.6% of the nominal rate is a full link.
 """
 
 import itertools

@@ -152,8 +152,8 @@ MEASURED: list[Figure[Row]] = [
 class Comparison:
     """Policy P and exchange C at one rate.
 
-    Rows of P with C (`compared`) and with D (`reference`), of no checkpointing with D (`plain`),
-    and of P where no gradient is sent (`silent`), if that was measured.
+    `compared` is the row of P with C, `reference` of P with D, and `plain` of no checkpointing with
+    D. `silent` is the row of P that sends no gradient, if that was measured.
     """
 
     compared: Row

@@ -74,8 +74,8 @@ class StepTime(_Record):
 class Trial(_Record):
     """Consecutive timed steps of one configuration. Bytes are per step.
 
-    `far_bytes` are payload to other nodes (on one node, to other ranks) by purpose, counted at the
-    collectives and summed over the ranks. The interface of each node sends `link_bytes`.
+    `far_bytes` are payload to other nodes (on one node, to other ranks) by purpose. They are
+    counted at the collectives and summed over ranks. Each node's interface sends `link_bytes`.
     """
 
     by = ("kind", "configuration", "rate_mbit", "repetition")

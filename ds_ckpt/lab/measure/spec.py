@@ -1,7 +1,7 @@
 """The experiment: configurations, their DeepSpeed files, and the trials of a run. Pure.
 
 A configuration is a checkpointing policy, a gradient method and a weight placement. Three gradient
-methods are always measured: `stock` is DeepSpeed's own reduction, and `dense` sends every gradient
+methods are always measured. `stock` is DeepSpeed's own reduction, and `dense` sends every gradient
 once (on gloo half of stock's bytes). `no_comm` sends no gradient: the upper bound for any method.
 Weights are `stock` (ZeRO-3), resident on every node, or a DeepSpeed baseline.
 """

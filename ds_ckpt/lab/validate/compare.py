@@ -1,7 +1,7 @@
 """Judge finished runs: paired differences and verdicts.
 
-A difference is that of two runs of one seed, more than 0 is worse: held-out losses relative to the
-dense loss, accuracies as shares. Lossless candidates are compared bit for bit.
+A difference is that of two runs of one seed, and more than 0 is worse. Held-out losses are relative
+to the dense loss, accuracies are shares. Lossless candidates are compared bit for bit.
 """
 
 import math
@@ -26,8 +26,8 @@ EXIT_CODES: dict[Verdict, int] = {"inconclusive": 2, "worse": 1, "different": 1}
 class Judgement:
     """Verdict on one candidate; `record` is what `ds-ckpt validate` reads.
 
-    `differences`, one a seed, are infinite for a run that diverged; `finals` are losses or
-    accuracies, dense and compressed; `reason` prevents a verdict.
+    `differences`, one a seed, are infinite for a run that diverged. `finals` are losses or
+    accuracies, dense and compressed. `reason` prevents a verdict.
     """
 
     candidate: Contender

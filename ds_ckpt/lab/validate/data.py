@@ -1,7 +1,7 @@
 """Training data: the embedded corpus, or a user's text or labelled examples.
 
-A micro-batch is a function of (seed, number, worker) alone: runs of one seed read the same data in
-the same order, whether virtual workers or ZeRO-3 ranks train. User files are split into train and
+A micro-batch is a function of (seed, number, worker) alone. So runs of one seed read the same data
+in the same order, with virtual workers and with ZeRO-3 ranks. User files are split into train and
 held-out data by a hash of each piece or line.
 """
 

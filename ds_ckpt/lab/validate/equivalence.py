@@ -1,10 +1,10 @@
 """Statistics of paired differences: intervals, equivalence within a margin, seeds still needed.
 
-A difference is that of two runs with the same seed, weights and data: compressed less dense, in
-units of the margin. More than 0 is worse. Differences are taken as normal and independent.
+A difference is that of two runs with the same seed, weights and data. It is compressed less dense,
+in units of the margin. More than 0 is worse. Differences are taken as normal and independent.
 
 Equivalence is shown by two one-sided t-tests (TOST: Schuirmann, J. Pharmacokinet. Biopharm. 15,
-1987): "worse by the margin or more" and "better by the margin or more" are both rejected at level
+1987). They reject "worse by the margin or more" and "better by the margin or more", both at level
 ALPHA. This is the same as an interval of confidence 1 - 2 ALPHA inside the margin. A test for a
 difference would show nothing: with few seeds everything passes it.
 """
@@ -21,8 +21,8 @@ from ds_ckpt.config.verdicts import Verdict
 ALPHA = 0.05
 MAX_SEEDS = 1000
 _SHIFT = 2.93
-"""Standard errors between mean and margin that decide in eight of ten experiments: the quantile of
-1 - ALPHA, and that of 0.9, since each of two tests may miss."""
+"""Standard errors between mean and margin that decide in eight of ten experiments. It is the sum of
+the quantiles of 1 - ALPHA and of 0.9, since each of two tests may miss."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def judge(
 ) -> tuple[Verdict, ConfidenceInterval | None]:
     """Compare a compressed configuration with dense training.
 
-    `equivalent`: within the margin on both sides; a configuration whose true difference is the
-    margin passes in at most a share ALPHA of all trials. `worse`, `better`: by more than the
+    `equivalent`: within the margin on both sides. If the true difference is the margin, a
+    configuration passes in at most a share ALPHA of all trials. `worse`, `better`: by more than the
     margin, wrong in at most a share ALPHA. `inconclusive`: none of these. A difference that is not
     finite (a run that diverged) is worse. The interval has confidence 1 - 2 ALPHA.
     """

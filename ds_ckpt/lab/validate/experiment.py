@@ -49,7 +49,7 @@ Report = Callable[[str, int, float], object]
 class Outcome:
     """Result of a run: (steps done, value) of held-out loss or accuracy, before and after training.
 
-    `left` has (steps done, compression error, residual norm) of the sampled steps; `digest` is of
+    `left` has (steps done, compression error, residual norm) of the sampled steps. `digest` is of
     every micro-step's loss and of the final evaluation, bit for bit.
     """
 

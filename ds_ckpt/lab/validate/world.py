@@ -2,7 +2,7 @@
 
 `VirtualWorkers` averages gradients with the exchange, residuals, warm-up and packets of a real run;
 only the transport differs. `InProcessWorld` computes the gradients of all workers with the same
-weights and takes the steps of the ZeRO-3 optimizer: skip if the norm is not finite, clip, AdamW.
+weights. It takes the steps of the ZeRO-3 optimizer: skip if the norm is not finite, clip, AdamW.
 """
 
 import math
