@@ -222,8 +222,8 @@ class Call:
             # given the list's method, not the call's: a call goes with its graph, uncollected
             self._recording = Recording(target.choice, self._saved.__len__, self._context.trackers)
         self._needs_gradient = [t.requires_grad for t in tensors]
-        # without their graphs, which may lead back here after in-place operators; empty ones if
-        # the recomputation makes its own: torch saves the random states of their devices
+        # without their graphs, which may lead back here after in-place operators. Recomputed ones
+        # are empty: torch saves the random states of their devices
         kept = [t.new_empty(0) if i in self._links else t.detach() for i, t in enumerate(tensors)]
         if all(t.is_cpu for t in kept):
             devices = {p.device for p in target.module.parameters() if not p.is_cpu}

@@ -17,9 +17,9 @@ def profile(
     model: Annotated[
         str,
         typer.Argument(
-            help='"demo", a common model by name (llama-7b), a Hugging Face config.json, a '
-            "checkpoint directory or hub name (no weights are read), or module:function that "
-            "returns (model, batch)."
+            help='"demo", a common model by name (llama-7b), a Hugging Face config.json, '
+            "checkpoint directory or hub name, or module:function. The function returns "
+            "(model, batch); Hugging Face weights are not read."
         ),
     ],
     config: Annotated[

@@ -15,8 +15,7 @@ class DenseMethod(Method):
     name = "dense"
     about = (
         "every entry sent once by all-to-all and summed at its owner: lossless, half the bytes of "
-        "gloo's reduce-scatter; 16-bit gradients are summed in fp32, with less error than "
-        "DeepSpeed's sum"
+        "gloo's reduce-scatter, 16-bit gradients summed in fp32"
     )
     lossless = True
 

@@ -53,8 +53,8 @@ class Feedback:
 
     Args:
         enabled: carry what is not sent to the next step.
-        accumulates: without `enabled`, calls of a step still add up, and tensors that were not
-            cleared wait for the next step.
+        accumulates: without `enabled`, calls of a step still add up. Tensors that were not cleared
+            wait for the next step.
         device: storage beside the gradients, or in host memory (pinned where CUDA is available).
         seed: seed of the rounding to bf16 or int8. Ranks need different ones, or their rounding
             errors add up instead of averaging out.

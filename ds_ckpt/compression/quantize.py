@@ -33,7 +33,7 @@ _BORDER = (0.4528 + 1.510) / 2
 # y * (_SLOPE + _CURVE * |y|) is 1 at y = 1/2 and _OUTER at y = 3/2.
 _CURVE = _OUTER / 1.5 - 2
 _SLOPE = 2 - _CURVE / 2
-# Squares of fp32 over- and underflow. Borders outside this range are moved into it: the block then
+# Squares of fp32 over- and underflow. Borders outside this range are moved into it. The block then
 # uses one pair of levels alone, with the scale that fits them, and stays finite.
 _BORDER_LIMITS = (2.0**-63, 2.0**63)
 
@@ -63,9 +63,9 @@ class Quantize(Method, Codec):
         default=3,
         description="Bits of a value, beside 16 bits of scale per block. 8, 4 and 3: even steps "
         "up to the block's largest magnitude. 2: the four levels that suit a Gaussian best. "
-        "Fewer are fewer bytes and a larger rounding error: on Gaussian entries in blocks of "
+        "Fewer are fewer bytes and a larger rounding error. On Gaussian entries in blocks of "
         "64 its RMS is 0.6%, 9.5%, 19% and 34% of theirs. 3 is the fewest that validation "
-        "found equivalent to dense training with error feedback; 3 bits take 1.6 times, 2 bits "
+        "found equivalent to dense training with error feedback. 3 bits take 1.6 times, 2 bits "
         "twice as long to pack as 4.",
     )
     block: Annotated[Block, WHOLE_NUMBER, Expects("32, 64, 128 or 256", "64")] = Field(

@@ -44,8 +44,8 @@ class WeightsConfig(Section):
 
     resident: Annotated[bool | Literal["auto"], Expects('true, false or "auto"', "true")] = Field(
         False,
-        description="Keep one copy of the weights per node, sharded over its ranks, and send "
-        "weights between nodes once per step, for 2 bytes per parameter (4 in fp32). Bit-equal to "
+        description="Keep one copy of the weights per node, sharded over its ranks. Weights "
+        "are sent between nodes once per step, for 2 bytes per parameter (4 in fp32). Bit-equal to "
         'DeepSpeed. "auto": only if that shortens the step.',
     )
     deltas: Annotated[

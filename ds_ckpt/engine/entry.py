@@ -56,7 +56,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
     Raises:
         ConfigError, UnsupportedError, ContractError: The configuration, the model or the DeepSpeed
-            version is not supported, or not all ranks attach; the engine is unchanged.
+            version is not supported, or not all ranks attach. The engine is unchanged.
     """
     if session_of(engine) is not None:
         why = "two sessions would compress and checkpoint twice"

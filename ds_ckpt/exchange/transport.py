@@ -91,8 +91,8 @@ class Packets:
         header_bytes: a multiple of 8.
 
     Attributes:
-        outgoing: consecutive destinations with shards of equal sizes, and the pieces of their
-            packets, header first: uint8 [destinations, bytes] views to write to.
+        outgoing: consecutive destinations with shards of equal sizes. The pieces of their
+            packets, header first, are uint8 [destinations, bytes] views to write to.
         incoming: pieces from all other ranks, ascending; filled by `exchange`.
     """
 

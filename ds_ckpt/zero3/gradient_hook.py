@@ -58,7 +58,7 @@ class GradientHook:
     Attributes:
         names: Names by `ds_id` of the parameters to exchange; DeepSpeed reduces other buckets.
         exchange: May be replaced between steps.
-        verify: An exchange that sends everything, if DeepSpeed's source has changed: the first
+        verify: An exchange that sends everything, if DeepSpeed's source has changed. The first
             finite bucket is compared with DeepSpeed's own reduction.
         before_forward: Called as each forward begins.
     """
@@ -232,8 +232,8 @@ class GradientHook:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == SKIPPED_IN_A_ROW and torch_dist.get_rank() == 0:
             log.warning(
-                "ds_ckpt: %d steps in a row were skipped because gradients were NaN or infinite, "
-                "and the loss scale stays at %g: the weights do not change. If the loss is not "
+                "ds_ckpt: %d steps in a row were skipped because gradients were NaN or infinite. "
+                "The loss scale stays at %g, and the weights do not change. If the loss is not "
                 "finite, load an earlier checkpoint with a lower learning rate, or check the "
                 "batches. If it is, the loss scale is too high ($.fp16.loss_scale)",
                 SKIPPED_IN_A_ROW,

@@ -4,8 +4,8 @@ An entry holds a figure's name, title, unit, format and computation; tables and 
 add a figure, add its entry:
 
     MEASURED    of one configuration at one rate
-    DERIVED     of a policy P with `dense` gradients (D) and with another exchange (C), at one rate;
-                docs/measuring.md has the definitions
+    DERIVED     of a policy P with `dense` gradients (D) and with another exchange (C), at one rate
+                (docs/measuring.md)
 
 Differences of steps are paired: each step with the step of the same repetition and place in its
 trial. Bytes are the collectives' own counts; the interfaces' counters check them.

@@ -29,8 +29,8 @@ def parts(spans: Sequence[Span], main: int) -> dict[str, float]:
 
         network     inside a collective, waiting for one, or in an exchange's `wire` section, by
                     phase: forward, recomputation, backward, update
-        compression the exchange's own work: residuals, packing, unpacking, summing, of gradients
-                    and of resident weights; in default DeepSpeed the reduction's work beside the
+        compression the exchange's own work for gradients and resident weights: residuals, packing,
+                    unpacking, summing. In default DeepSpeed it is the reduction's work beside the
                     collective
         recompute   inside a recomputation, none of the above
         compute     forward, backward, update: the rest of each

@@ -35,7 +35,7 @@ class TaskSpec:
     Attributes:
         model: name or folder of a checkpoint; None is a new model of `hidden_size` and `layers`.
         world: number of workers or ranks. A rank's own part of a gradient is exact in every
-            method, so a few of them lose less than many.
+            method. So a few of them lose less than many.
         dense_correction: momentum correction of dense runs, after a quarter of the steps.
     """
 
