@@ -214,7 +214,7 @@ class Session:
         )
         if exchange is not None:
             exchange.sampler.observe(telemetry.every_n_steps)
-            self._steps.note({"plan": exchange.assignment.records()})
+            self._steps.note({"plan": asdict(exchange.assignment)["tensors"]})
         self._after_step.append(self._steps.step_ended)
 
     def _wrap_engine(self) -> None:

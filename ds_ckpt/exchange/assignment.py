@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -98,7 +97,3 @@ class Assignment:
         working = 4 * sum(numels) / local * ((local > 1) + (not in_place))
         own = 8 * sum(numels) / (local * world)
         return int(share * (inside + 2 * self.sent_bytes / local + working + own))
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return one JSON-able record a tensor."""
-        return [dict(vars(t)) for t in self.tensors]

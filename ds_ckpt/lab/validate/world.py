@@ -66,26 +66,24 @@ class StepResult:
     left: ResidualStats | None = None
 
 
+@dataclass(eq=False)
 class VirtualWorkers:
     """The mean of W workers' gradients, exchanged as by ZeRO-3 ranks with these settings.
 
     All gradients form one bucket: the number of buckets changes the headers, not the values.
     """
 
-    def __init__(
-        self,
-        settings: ExchangeSettings,
-        world: int,
-        names: Sequence[str],
-        *,
-        accumulation: int = 1,
-        embeddings: frozenset[str] = frozenset(),
-    ) -> None:
-        self.step, self.at_boundary = 0, True
-        self._settings, self._bucket = settings, list(names)
-        self._virtual = VirtualWorld(world, timeout_s=_TIMEOUT_S)
+    settings: ExchangeSettings
+    world: int
+    names: Sequence[str]
+    accumulation: int = 1
+    embeddings: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.step, self.at_boundary, settings = 0, True, self.settings
+        self._virtual = VirtualWorld(self.world, timeout_s=_TIMEOUT_S)
         transports = self._virtual.transports
-        defers = settings.defers_exchange(accumulation)
+        defers = settings.defers_exchange(self.accumulation)
         self.feedbacks = [settings.residuals(t.dp_rank, defers=defers) for t in transports]
         self.states = [
             make_step_state(
@@ -95,7 +93,7 @@ class VirtualWorkers:
                 feedback,
                 current_step=lambda: self.step,
                 at_boundary=(lambda: self.at_boundary) if defers else None,
-                embeddings=embeddings,
+                embeddings=self.embeddings,
             )
             for transport, feedback in zip(transports, self.feedbacks, strict=True)
         ]
@@ -114,8 +112,8 @@ class VirtualWorkers:
         self.at_boundary = at_boundary
 
         def work(rank: int) -> list[Tensor]:
-            reduce = self.states[rank].choose_reduction(self._bucket, loss_scale=1.0)
-            reduce = reduce or partial(self._dense[rank].average, self._bucket)
+            reduce = self.states[rank].choose_reduction(self.names, loss_scale=1.0)
+            reduce = reduce or partial(self._dense[rank].average, self.names)
             return reduce(list(gradients[rank]))
 
         return [torch.cat(shards) for shards in zip(*self._virtual.run(work), strict=True)]
@@ -134,7 +132,7 @@ class VirtualWorkers:
     def momentum_correction(self) -> float:
         """Return the momentum correction of the step whose gradients were exchanged last."""
         corrects = len(self.states) > 1 and self.states[0].corrects_momentum
-        return self._settings.momentum_correction if corrects else 0.0
+        return self.settings.momentum_correction if corrects else 0.0
 
     @property
     def sent_bytes(self) -> int:
