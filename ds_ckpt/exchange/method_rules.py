@@ -36,8 +36,7 @@ SPARSE_ROWS = 8192
 class MethodSettings:
     """A method, and the settings of all methods; it ignores those that it does not depend on.
 
-    A single setting in `values` is of the method itself. Else it is of one that the method depends
-    on, or of any that has it. Methods without `sections` are at their defaults.
+    `values` are settings of the method itself. Methods without `sections` are at their defaults.
     """
 
     method: str
@@ -46,13 +45,9 @@ class MethodSettings:
     def __init__(
         self, method: str, sections: Mapping[str, Method] | None = None, **values: Any
     ) -> None:
-        known = methods()
-        single: dict[str, dict[str, Any]] = {}
-        for key, value in values.items():
-            order = dict.fromkeys([*known[method].depends_on(), *known])
-            of = next(name for name in order if key in known[name].model_fields)
-            single.setdefault(of, {})[key] = value
-        defaults = {name: kind(**single.get(name, {})) for name, kind in known.items()}
+        defaults = {
+            name: kind(**values if name == method else {}) for name, kind in methods().items()
+        }
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "sections", {**defaults, **(sections or {})})
 
