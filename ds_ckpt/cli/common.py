@@ -1,7 +1,5 @@
 """Helpers shared by the commands: option parsing, error output, progress and output files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import re

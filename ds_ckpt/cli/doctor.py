@@ -1,7 +1,5 @@
 """`ds-ckpt doctor`: examine the installation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

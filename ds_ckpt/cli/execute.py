@@ -1,7 +1,5 @@
 """`ds-ckpt exec`: run a command with the plugin in every process that it starts."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -3,8 +3,6 @@
 Heavy imports stay inside the commands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import subprocess

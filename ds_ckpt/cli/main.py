@@ -1,7 +1,5 @@
 """Assemble the command `ds-ckpt` from one file a command. Heavy imports stay inside these."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any

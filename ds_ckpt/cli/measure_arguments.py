@@ -1,7 +1,5 @@
 """Parsing of `ds-ckpt measure`'s options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Heavy imports stay inside the command.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

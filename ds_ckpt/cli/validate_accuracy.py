@@ -1,7 +1,5 @@
 """`ds-ckpt validate-accuracy`: dense training against compression, judged by statistics."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ DeepSpeed reads its file with hjson, Hugging Face with `json.load`: only strict 
 meaning for both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Every check returns findings and raises nothing: a missing part is a finding with its remedy.
 """
 
-from __future__ import annotations
-
 import platform
 import resource
 import shutil

@@ -5,8 +5,6 @@ Hugging Face configuration. That is a file, a directory or a hub name; no weight
 can be built under any tensor mode, so that a 7B model can consist of fake tensors.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import functools

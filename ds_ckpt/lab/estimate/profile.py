@@ -3,8 +3,6 @@
 `trace_step` runs a step on real tensors.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tables and findings of a profile."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -9,8 +9,6 @@ If it is ended gently, DeepSpeed's launcher runs `pkill -f` over pdsh, which cou
 So it is killed; its processes on other machines are ended by their ssh, or by their own heartbeat.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

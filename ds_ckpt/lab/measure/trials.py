@@ -1,7 +1,5 @@
 """Run an experiment into a folder, or continue one that was stopped there."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -4,8 +4,6 @@ The HTML page loads nothing. Markdown and terminal leave the charts out, so they
 drawing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
