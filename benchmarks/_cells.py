@@ -96,10 +96,10 @@ class NoChange:
     """Sends nothing: other hosts go on with old weights."""
 
     name = "nothing"
-    on_device = True
+    is_fixed_size = True
 
-    def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        held.copy_(master)
+    def encode(self, shards: list[Tensor], masters: list[Tensor]) -> Tensor:
+        torch._foreach_copy_(shards, masters)
         return torch.empty(0, dtype=torch.uint8)
 
     def decode_(self, held: Tensor, payload: Tensor) -> None:

@@ -160,6 +160,7 @@ class Gpu:
         findings: races, in words.
         waits: host waits by place and operator.
         launches: kernels by operator.
+        moved: bytes that kernels read and write, by stream; in place they are counted once.
     """
 
     def __init__(self, *, plain: bool = False) -> None:
@@ -173,6 +174,7 @@ class Gpu:
         self.findings: list[str] = []
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.moved: Counter[Any] = Counter()
 
     # -- what a device module has ------------------------------------------------------------------
 
@@ -267,8 +269,12 @@ class Gpu:
 
     def forget(self) -> None:
         self.findings.clear()
-        self.waits.clear()
-        self.launches.clear()
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        for counted in (self.waits, self.launches, self.moved):
+            counted.clear()
 
     # -- clocks ------------------------------------------------------------------------------------
 
@@ -317,6 +323,7 @@ class Gpu:
             if not host:
                 self.sees(who, self.seen[HOST])  # launched behind what the host did
                 self.launches[name] += 1
+                self.moved[who] += sum(t.nbytes for t in (*reads, *writes))
             self._numbers[who] += 1
             number = self._numbers[who]
             self.seen[who][who] = number

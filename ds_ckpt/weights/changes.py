@@ -1,7 +1,7 @@
 """Encodings of one step's change of a weight shard, and the layout of replicas over nodes.
 
 No DeepSpeed here: `ds_ckpt.zero3.weights_hook` reads and writes its shards. A codec updates the
-owner's shard in place and returns bytes. Every replica decodes them into the same bits (law 2).
+owner's shards in place and returns bytes. Every replica decodes them into the same bits (law 2).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ class Whole:
     name = "uncompressed"
     is_fixed_size = True
 
-    def encode(self, held: Tensor, master: Tensor) -> Tensor:
-        """Update the owner's flat shard `held` to the rounded master weights; return uint8.
-
-        The result may share memory with `held`.
-        """
-        return held.copy_(master).view(torch.uint8)
+    def encode(self, shards: list[Tensor], masters: list[Tensor]) -> Tensor:
+        """Update the owner's flat shards to the rounded master weights; return uint8."""
+        torch._foreach_copy_(shards, masters)
+        return torch.cat(shards).view(torch.uint8)
 
     def decode_(self, held: Tensor, payload: Tensor) -> None:
         """Update a replica `held` in place to what the owner's shard became."""
@@ -46,10 +44,11 @@ class Lossless:
     name = "lossless"
     is_fixed_size = False
 
-    def encode(self, held: Tensor, master: Tensor) -> Tensor:
+    def encode(self, shards: list[Tensor], masters: list[Tensor]) -> Tensor:
         """Encode the change, like `Whole.encode`."""
-        before = held.clone()
-        return lossless.encode(before, held.copy_(master))
+        before = torch.cat(shards)
+        torch._foreach_copy_(shards, masters)
+        return lossless.encode(before, torch.cat(shards))
 
     def decode_(self, held: Tensor, payload: Tensor) -> None:
         """Apply the change, like `Whole.decode_`."""

@@ -350,15 +350,10 @@ class WeightsHook:
         for piece in chunk:
             self._zero_padding(piece.param, self._master(piece))
         shards = [piece.param.ds_tensor.data for piece in chunk]
-        held = torch.cat(shards)
-        # `offload_optimizer.ratio`: some groups are on the CPU, others on the accelerator
-        master = torch.cat([self._master(piece).to(held.device) for piece in chunk])
         with self._counters.span("pack"):
-            packet = self.codec.encode(held, master)
-        updated = held.split([piece.size for piece in chunk])
-        torch._foreach_copy_(shards, updated)
+            packet = self.codec.encode(shards, [self._master(piece) for piece in chunk])
         if (rank := self.layout.rank) in self.layout.replicated:
-            torch._foreach_copy_([self._replica(piece.param, rank) for piece in chunk], updated)
+            torch._foreach_copy_([self._replica(piece.param, rank) for piece in chunk], shards)
         return packet
 
     def preallocate(self, *, sends: bool) -> None:
@@ -371,7 +366,7 @@ class WeightsHook:
         if sends:
             self._transfer.preallocate(zeros.nbytes)
             return
-        self.codec.decode_(zeros, self.codec.encode(zeros, zeros.clone()))
+        self.codec.decode_(zeros, self.codec.encode([zeros], [zeros.clone()]))
         torch.get_device_module(self.device).synchronize(self.device)  # raises a kernel's failure
 
     def drain(self) -> None:
