@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("runs/loss_at_scale.jsonl"))
     options = parser.parse_args()
     start_s, device, width = time.perf_counter(), options.device, options.hidden_size
-    hardware = platform.processor() if device == "cpu" else torch.cuda.get_device_name(device)
+    hardware = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
     if device == "cpu":
         one_thread()
     engine_step.AllToAllExchange = OwnShareToo  # type: ignore[attr-defined, misc]

@@ -19,7 +19,6 @@ import torch
 
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.lab.estimate.model import Model
-from ds_ckpt.lab.estimate.plan_report import figures
 from ds_ckpt.lab.estimate.search import (
     DEEPSPEEDS,
     HPZ,
@@ -144,13 +143,8 @@ def sections() -> Iterator[str]:
                 )
         assert last is not None
         yield "Figures of this section:\n"
-        device = last.cluster.device
-        listed = sorted(figures(last), key=lambda figure: figure.kind)
-        yield "\n".join(
-            f"- {f.kind}: {f.what} {f.value:.4g} ({f.source})"
-            for f in listed
-            if f.what.startswith(device.name)
-        )
+        listed = sorted(last.cluster.device.figures(), key=lambda figure: figure.kind)
+        yield "\n".join(f"- {f.kind}: {f.what} {f.value:.4g} ({f.source})" for f in listed)
 
 
 HEAD = """# Simulated plans for larger clusters
