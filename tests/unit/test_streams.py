@@ -1,5 +1,5 @@
 """Streams, checked without an accelerator: offload, the exchange, residuals and weights between
-hosts, and seeded faults that the check must find. docs/gpu.md lists what `pretended_gpu` models."""
+hosts. docs/gpu.md lists what `pretended_gpu` models; `tests.faults` seeds faults of order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_models import Model, put_on
 from torch import Tensor
 from virtual import World
 
-from ds_ckpt.activation.offload import BlockCall, InputStore, SideStream, Wait
+from ds_ckpt.activation.offload import SideStream
 from ds_ckpt.activation.policies import Policy, make_policy
 from ds_ckpt.compression import Dense, Feedback, LowRank, Quantize, TopK
 from ds_ckpt.lab.validate.virtual import VirtualWorld
@@ -132,38 +132,6 @@ def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool, pol
     assert _train(plain, dropped=dropped, policy=policy) >= 3 * 3 * (1 + 2 * (policy == "offload"))
     assert plain.findings == []
     assert not [place for place in plain.waits if "ds_ckpt" in place]
-
-
-def _not_behind_compute(patched: pytest.MonkeyPatch) -> None:
-    def copy(self: SideStream, source: Tensor, target: Tensor) -> Wait:
-        with self._module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event = self._stream.record_event()
-        return lambda: self._wait(event)
-
-    patched.setattr(SideStream, "copy", copy)
-
-
-def _nobody_waits(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(SideStream, "_wait", lambda stream, event: None)
-
-
-def _let_go_at_once(patched: pytest.MonkeyPatch) -> None:
-    def ended(self: InputStore, call: BlockCall) -> None:
-        for kept in self._leaving:
-            kept.original = kept.pending = None
-            kept.aliases.clear()
-        self._leaving.clear()
-
-    patched.setattr(InputStore, "ended", ended)
-
-
-@pytest.mark.parametrize("seed", [_not_behind_compute, _nobody_waits, _let_go_at_once])
-@pytest.mark.parametrize("policy", ["block", "offload"])
-def test_a_seeded_fault_of_offload_is_found(plain, seed, monkeypatch, policy) -> None:
-    seed(monkeypatch)
-    _train(plain, policy=policy)
-    assert plain.findings
 
 
 def _exchanged(gpus: list[Gpu], where: Any, *, on: Stream | None = None) -> None:
