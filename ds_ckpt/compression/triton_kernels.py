@@ -2,14 +2,13 @@
 
 Imported only if Triton is installed. `TRITON_INTERPRET=1` runs them on CPU tensors.
 
-A program works on `TILE` entries of one row, [TILE / BLOCK, BLOCK]. Arithmetic is written as the
-operators round it: `div_rn`, bf16 rounded to nearest even by hand, no product and sum at once
+A program works on `TILE` entries of one row, [TILE / BLOCK, BLOCK]. Arithmetic rounds like the
+operators: `div_rn`, bf16 rounded to nearest even by hand, no fused product and sum
 (`enable_fp_fusion=False`).
 
-Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for an address that is
-a multiple of 16, which would be in the middle of training. So nothing is specialized but by
-constants, of which `ALIGNED` is one: addresses, strides in bytes and entries are multiples of 16,
-and loads are of 16 bytes.
+Triton compiles a kernel anew for numbers that are 1 or multiples of 16, and for aligned addresses.
+That would be in the middle of training. So constants alone specialize a kernel. With `ALIGNED`,
+addresses, strides in bytes and entries are multiples of 16, and loads are of 16 bytes.
 """
 
 from __future__ import annotations

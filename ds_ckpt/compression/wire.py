@@ -30,10 +30,10 @@ changes of resident weights, all-gathered or sent to replicas; a word has 32 bit
     a block: flags (8 words, mode `FLAGS` only) | unary | escapes, int16 z of codes with `ESCAPE`
     zeros, the last first | low bits. Each part ends with a word (`weights.lossless` has the code)
 
-powersgd sends no packets of its own. Factors are all-reduced in fp32; two or three ranks instead
+powersgd sends no packets of its own. Factors are all-reduced in fp32. Two or three ranks instead
 send each other fp32 numbers that must stay exact, then bf16 factors (`exchange.low_rank`). The
-version counts changes of these, of sums inside a node and of weights (`weights.lossless`), too:
-ranks compare it at attach.
+version also counts changes of these, of sums inside a node and of weights (`weights.lossless`).
+Ranks compare it at attach.
 """
 
 from __future__ import annotations
