@@ -81,7 +81,7 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
     share_gather: Annotated[bool, RECOMPUTING] = Field(
         True,
         description="Keep weights that a recomputation gathered until the block's backward has "
-        "used them: 2 all-gathers of each parameter per step instead of 3.",
+        "used them. A step then has 2 all-gathers of each parameter instead of 3.",
     )
     budget_gib: Annotated[float | None, Field(gt=0, allow_inf_nan=False), _PLANNED] = Field(
         None,

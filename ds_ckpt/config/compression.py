@@ -58,7 +58,7 @@ class ErrorFeedbackConfig(Section):
         _RESIDUALS,
     ] = Field(
         "none",
-        description="Correction a for the delay of error feedback: after the warm-up AdamW steps "
+        description="Correction a for the delay of error feedback. After the warm-up AdamW steps "
         "by (1 - a) times its first moment plus a times the gradient.",
     )
 
@@ -92,8 +92,8 @@ class GuardConfig(Section):
 
     action: Literal["off", "warn", "dense"] = Field(
         "off",
-        description="Action if a limit is exceeded in two checks in a row: one log line, or "
-        "uncompressed gradients until the end of the run.",
+        description='Action if a limit is exceeded in two checks in a row. "warn": one log line. '
+        '"dense": uncompressed gradients until the end of the run.',
     )
     error: Annotated[float | None, _GUARDED] = Field(
         None, gt=0, le=1, description="Largest norm of the unsent part, over all there was."
