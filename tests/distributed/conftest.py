@@ -5,19 +5,24 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import Pool
-
-_PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.trainer")
+from tests.distributed.pool import Pool, importer
 
 
 def _pool(world: int) -> Any:
     @pytest.fixture(scope="session", name=f"world{world}")
     def pool() -> Iterator[Pool]:
-        own = Pool(world, preload=_PRELOAD)
+        own = Pool(world)
         yield own
         own.stop()
 
     return pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _importer() -> Iterator[None]:
+    yield
+    if importer.cache_info().currsize:
+        importer().end()
 
 
 world2, world4 = _pool(2), _pool(4)

@@ -80,15 +80,12 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """`world` processes on this machine, started on first use.
+    """`world` processes on this machine, started on first use."""
 
-    Modules named in `preload` are imported once, before the workers are forked.
-    """
-
-    def __init__(self, world: int, *, preload: Sequence[str] = ()) -> None:
+    def __init__(self, world: int) -> None:
         self.world = world
-        self._preload = ",".join(preload)
-        self._parent: subprocess.Popen[bytes] | None = None
+        self._parent: int | None = None
+        self._watched = -1  # who closes it ends the parent
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
         self._logs = Path()
@@ -124,18 +121,16 @@ class Pool:
         parent, self._parent = self._parent, None
         if parent is None:
             return
-        assert parent.stdin is not None
         family: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
-            family = psutil.Process(parent.pid).children(recursive=True)
+            family = psutil.Process(parent).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
+            os.killpg(parent, signal.SIGKILL)
         for member in family:  # ninja gives each compiler a process group of its own
             with contextlib.suppress(psutil.Error):
                 member.kill()
-        parent.stdin.close()
-        parent.wait()
-        _wait_for_the_end(parent.pid, family)
+        os.close(self._watched)
+        _wait_for_the_end(parent, family)
         remove_shared_buffers(self.port)
         for pipe in self._pipes:
             pipe.close()
@@ -160,23 +155,12 @@ class Pool:
             # ninja, which builds the CPU operator, sits beside this Python
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
-        command = [sys.executable, "-u", "-m", "tests.distributed.worker"]
-        command += [f"--pipes={','.join(map(str, theirs))}", f"--logs={self._logs}"]
-        command += [f"--preload={self._preload}"]
-        with (self._logs / "start.log").open("wb") as log, lock_cleared_on_failure(environment):
+        watched, self._watched = os.pipe()
+        with lock_cleared_on_failure(environment):
             try:
-                self._parent = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    pass_fds=theirs,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                self._parent = importer().fork((environment, self._logs), [watched, *theirs])
             finally:
-                for fd in theirs:
+                for fd in (watched, *theirs):
                     os.close(fd)
             try:
                 self._pids = self._collect("the start of the workers", START_S)
@@ -220,6 +204,33 @@ class Pool:
         if start:
             lines.append(f"\noutput of the workers' parent\n{_indented(start)}")
         return "\n".join(lines)
+
+
+class _Importer:
+    """The process that imports for all pools of this one, and forks their parents."""
+
+    def __init__(self) -> None:
+        self._asked, theirs = socket.socketpair()
+        self._asked.settimeout(START_S)
+        own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-u", "-m", "tests.distributed.worker"]
+        with theirs:
+            self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdin=theirs)
+
+    def fork(self, message: Any, fds: Sequence[int]) -> int:
+        """Return the process id of a new pool's parent, which gets these."""
+        socket.send_fds(self._asked, [pickle.dumps(message)], fds)
+        answer = self._asked.recv(100)
+        if not answer:
+            raise PoolError("the process that imports for all pools has ended: see its output")
+        return int(pickle.loads(answer))
+
+    def end(self) -> None:
+        self._asked.close()
+        self._process.wait()
+
+
+importer = functools.cache(_Importer)
 
 
 def _receive(pipe: Connection) -> tuple[str, Any]:

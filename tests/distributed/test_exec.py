@@ -127,6 +127,7 @@ def test_accelerate_launch(way: str, tmp_path: Path) -> None:
         assert ("3-bit values" in session) == (way == "auto")
 
 
+@pytest.mark.slow  # in one process each, without a launcher: test_session
 def test_a_rank_without_the_plugin_is_named_on_every_other(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(environment.WAIT_VARIABLE, "5")
     bare = f'test "$RANK" != 1 || unset PYTHONPATH; exec {sys.executable} "$@"'

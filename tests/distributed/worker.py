@@ -1,11 +1,11 @@
 """The side of the pool that lives in the worker processes.
 
-`python -m tests.distributed.worker` imports DeepSpeed once, forks one worker a dp_rank, and then
-watches its standard input: when the pool closes it, or dies, all of them are killed.
+`python -m tests.distributed.worker` imports DeepSpeed and transformers once for all pools of a test
+run. For each pool it forks a parent, which forks one worker a dp_rank and then watches a pipe: when
+the pool closes it, or dies, all of them are killed.
 The messages are pickles between parent and child of one test run, never anything from outside.
 """
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -35,6 +35,15 @@ import psutil
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
+PRELOAD = (
+    "deepspeed",
+    # DeepSpeed imports it with the first engine, and with it torch's compiler: 3 s in each worker
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+)
+"""Modules that are imported once for all pools."""
 
 
 def own_network() -> None:
@@ -156,6 +165,8 @@ def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
 
         from ds_ckpt.engine import entry
 
+        if "DS_CKPT_TESTS_WITHOUT_OPERATOR" in os.environ:  # as where DeepSpeed cannot compile it
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         fresh()
     except BaseException:
@@ -182,37 +193,24 @@ def _serve(pipe: Connection, dp_rank: int, world: int, logs: Path) -> None:
         pipe.send_bytes(answer)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pipes", required=True, help="file descriptors, one a worker")
-    parser.add_argument("--logs", required=True, type=Path)
-    parser.add_argument("--preload", default="", help="modules to import once for all workers")
-    arguments = parser.parse_args()
-    pipes = [int(fd) for fd in arguments.pipes.split(",")]
+def _be_parent(environment: dict[str, str], logs: Path, watched: int, pipes: list[int]) -> None:
+    """Fork a pool's workers, and kill them when nobody holds the other end of `watched`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(logs / "start.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     own_network()
-
-    import deepspeed  # noqa: F401 - imported once here instead of once in each worker
-    import torch
-
-    torch.set_num_threads(1)
-    # DeepSpeed imports it with the first engine, and with it torch's compiler: 3 s in each worker
-    preload = ["deepspeed.runtime.zero.muon.muon_optimizer", "pytest"]
-    preload += arguments.preload.split(",")
-    for module in filter(None, preload):
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
     for dp_rank, own in enumerate(pipes):
         if os.fork() == 0:
-            for other in pipes:
+            for other in (*pipes, watched):  # only the parent may hold the watched pipe
                 if other != own:
                     os.close(other)
-            # Only the parent may hold the watched pipe.
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             code = 1
             try:
-                _serve(Connection(own), dp_rank, len(pipes), arguments.logs)
+                _serve(Connection(own), dp_rank, len(pipes), logs)
                 code = 0
             finally:
                 with contextlib.suppress(Exception):
@@ -221,12 +219,37 @@ def main() -> None:
                 os._exit(code)
     for fd in pipes:
         os.close(fd)
-    os.read(0, 1)
-    shutil.rmtree(arguments.logs, ignore_errors=True)
+    os.read(watched, 1)
+    shutil.rmtree(logs, ignore_errors=True)
     for member in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             member.kill()
     os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    with socket.socket(fileno=os.dup(0)) as asked:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        import torch
+
+        torch.set_num_threads(1)
+        for module in PRELOAD:
+            with contextlib.suppress(ImportError):  # whoever needs it will say so
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for parents
+        while True:
+            message, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
+            if not message:
+                return
+            pid = os.fork()
+            if pid == 0:
+                asked.close()
+                _be_parent(*pickle.loads(message), *fds[:1], fds[1:])
+            for fd in fds:
+                os.close(fd)
+            asked.send(pickle.dumps(pid))
 
 
 if __name__ == "__main__":
