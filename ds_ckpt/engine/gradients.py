@@ -17,10 +17,10 @@ from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
 from ds_ckpt.exchange.exchange import Bucket
-from ds_ckpt.exchange.hierarchy import InHostSum, discard, make_groups
+from ds_ckpt.exchange.hierarchy import discard, make_groups
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
-from ds_ckpt.exchange.transport import TorchTransport, gather_objects
+from ds_ckpt.exchange.transport import InHostSum, TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.memory import measure_non_torch_bytes
 from ds_ckpt.telemetry.steps import ExchangeSample

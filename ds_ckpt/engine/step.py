@@ -17,10 +17,9 @@ from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError, log
 from ds_ckpt.exchange.exchange import AllToAllExchange, Bucket
-from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.method_rules import Choose, ExchangeSettings
-from ds_ckpt.exchange.transport import Transport
+from ds_ckpt.exchange.transport import InHostSum, Transport
 
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 """A bucket's full gradients to this rank's shards."""

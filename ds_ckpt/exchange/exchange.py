@@ -11,7 +11,7 @@ tensor's mean over the group, still multiplied by the loss scale. A tensor witho
 sent in its own dtype. In fp32 it is divided by the world before the sum, like in DeepSpeed. So are
 sums of a node, which might not fit into 16 bits. 16-bit types are summed and divided in fp32 and
 rounded once. Low-rank tensors use all-reduces of their factors instead (`low_rank`). With two
-levels all of this happens between nodes, to sums inside each node (`hierarchy`).
+levels all of this happens between nodes, to sums inside each node (`transport`).
 
 A codec might drop a non-finite value and hide the overflow. So its rank flags the bucket in its
 packets' headers. Every rank then returns NaN for its shards of the bucket's compressed tensors.
@@ -35,12 +35,11 @@ from ds_ckpt.compression.error_feedback import Feedback, all_finite, finite_flag
 from ds_ckpt.compression.powersgd import Factors, LowRank, matrix_shape
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.exchange.assignment import describe
-from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 from ds_ckpt.exchange.low_rank import LowRankPart, RowBlocks
 from ds_ckpt.exchange.method_rules import Choose
 from ds_ckpt.exchange.metric import PreconditionerEstimate
-from ds_ckpt.exchange.transport import NullTransport, Packets, Transport
+from ds_ckpt.exchange.transport import InHostSum, NullTransport, Packets, Transport
 from ds_ckpt.telemetry.timings import Errors, Spans, timed
 
 _LONGEST_DOT = 1 << 30

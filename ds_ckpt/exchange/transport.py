@@ -1,4 +1,4 @@
-"""Transport of an exchange's bytes: the protocol, `torch.distributed` behind it, and packets.
+"""Transport of an exchange's bytes: `torch.distributed` behind a protocol, packets, sums in a node.
 
 `virtual` has a transport between threads of one process. `compression.wire` has the format.
 """
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_ckpt.compression.wire import HEADER_BYTES
+from ds_ckpt.compression.wire import HEADER_BYTES, aligned, section
+from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 
 
 def gather_objects(own: Any) -> list[Any]:
@@ -141,3 +142,60 @@ def _pieces(sizes: list[int]) -> list[int]:
 def _rows(packets: Tensor, count: int, sizes: list[int]) -> list[Tensor]:
     """Return the pieces of `count` packets, without padding."""
     return list(packets.view(count, sum(sizes)).split(sizes, dim=1))[:-1]
+
+
+class InHostSum:
+    """One rank's end of the exact sum inside its node, over `transport`; `peers` as in `Groups`.
+
+    With two levels, each rank of a node sends local rank `l` the entries that all nodes' `l`-th
+    ranks own. That rank adds them up in fp32 or better. Links inside a node are fast, so values are
+    sent uncompressed there. The part that is sent between nodes, and the residual, is
+    `1 / ranks a node` of the gradient.
+    """
+
+    def __init__(self, transport: Transport, peers: Sequence[tuple[int, ...]]) -> None:
+        self.transport = transport
+        self.peers = peers
+
+    @property
+    def processes(self) -> int:
+        """Ranks of a node."""
+        return self.transport.world
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that this one exchanges with between nodes, itself included."""
+        return self.peers[self.transport.dp_rank]
+
+    def sum(self, flats: Sequence[Tensor], shards: Sequence[ShardLayout]) -> list[Tensor]:
+        """Return this rank's local shard of each tensor [n], summed over the node.
+
+        Shards are in fp32, or the gradient's dtype if that is wider.
+        """
+        me = self.transport.dp_rank
+        layouts = [[local_shard(s, members) for s in shards] for members in self.peers]
+        sizes = [
+            [aligned(c.numel * f.element_size()) for c, f in zip(cs, flats, strict=True)]
+            for cs in layouts
+        ]
+        entries = [[c.numel for c in cs] for cs in layouts]
+        packets = Packets(self.transport, sizes, entries, flats[0].device, header_bytes=0)
+        for peers, (_, *payloads) in packets.outgoing:
+            for i, (flat, payload) in enumerate(zip(flats, payloads, strict=True)):
+                theirs = [layouts[peer][i] for peer in peers]
+                out = section(payload, 0, theirs[0].numel, flat.dtype)
+                out.copy_(_gathered(flat, theirs).view_as(out))
+        packets.exchange()
+        totals: list[Tensor] = []
+        for i, (flat, layout) in enumerate(zip(flats, layouts[me], strict=True)):
+            arrived = section(packets.incoming[1 + i], 0, layout.numel, flat.dtype)
+            own = _gathered(flat, [layout])
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            totals.append(arrived.sum(0, dtype=wide).add_(own))
+        return totals
+
+
+def _gathered(flat: Tensor, layouts: Sequence[LocalShard]) -> Tensor:
+    """Return the entries of each local shard, one after the other."""
+    pieces = [flat[of.source(m)] for of in layouts for m in range(len(of.members))]
+    return torch.cat(pieces)

@@ -59,7 +59,7 @@ def storages(values: Any) -> set[int]:
 
 WIRE = (VirtualTransport.all_to_all.__code__, VirtualTransport.all_reduce.__code__)
 ALWAYS = {"zero3/gradient_hook.py", "exchange/exchange.py", "exchange/transport.py"}
-FEEDBACK, LEVELS = "compression/error_feedback.py", "exchange/hierarchy.py"
+FEEDBACK = "compression/error_feedback.py"
 POWERSGD = {"exchange/low_rank.py", "compression/powersgd.py"}
 
 
@@ -69,6 +69,11 @@ POWERSGD = {"exchange/low_rank.py", "compression/powersgd.py"}
     [
         ("quantize", {"bits": 3}, {"compression/quantize.py"}),
         ("topk", {"density": 0.01}, {"compression/topk.py"}),
+        (
+            "topk",
+            {"density": 0.01, "values": "bf16"},
+            {"compression/topk.py", "compression/wire.py"},
+        ),
         ("powersgd", {"rank": 2}, POWERSGD),
     ],
 )
@@ -96,8 +101,8 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
             sys.setprofile(None)
 
     world.virtual.run(work)
-    assert way.files == ALWAYS | {FEEDBACK} | files | ({LEVELS} if local > 1 else set())
-    assert len(way.files) <= 6 + (method == "powersgd" and local > 1)
+    assert way.files == ALWAYS | {FEEDBACK} | files
+    assert len(way.files) <= 6
 
 
 @pytest.mark.parametrize(("policy", "modes"), [("block", []), ("selective", ["modes"])])

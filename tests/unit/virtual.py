@@ -11,9 +11,9 @@ from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.powersgd import Factors
 from ds_ckpt.compression.storage import ResidualDtype
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.hierarchy import InHostSum
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.exchange.method_rules import Choose
+from ds_ckpt.exchange.transport import InHostSum
 from ds_ckpt.lab.validate.virtual import VirtualTransport, VirtualWorld
 
 
