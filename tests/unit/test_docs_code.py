@@ -248,6 +248,9 @@ def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110
     assert len(text.split()) <= 900
+    assert len(text.partition("```")[0].split()) <= 150, "words before the first code"
+    (least,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f"Python {least}+" in text
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", _FENCE.sub("", text))
     figures = re.findall(r"(?<![\w.-])\d[\d.,]*(?: (?:GiB|MB|s|bits?)\b|%|x)?", prose)
     assert len(figures) <= 30, figures
