@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from ds_ckpt.cli import app
 from ds_ckpt.errors import StateError
 from ds_ckpt.lab.measure import measure_report
+from ds_ckpt.lab.measure.figures import Figure
 from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import Store, Trial
 from ds_ckpt.lab.measure.spec import Spec
@@ -78,6 +79,8 @@ def test_the_headline_is_the_first_line_everywhere(run_folder: Path, page: str) 
 @pytest.mark.usefixtures("undrawn")
 def test_80_columns_show_a_line_per_configuration_and_the_json(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(measure_report, "share_text", lambda one: "139% (-95 to 307)")
+    text, wide = Figure.text, {"step_s": " ± 0.0143"}
+    monkeypatch.setattr(Figure, "text", lambda self, v: text(self, v) + wide.get(self.name, ""))
     demo = replace(known.SPEC, rates=(100.0,), methods=("3bit", "topk"), weights=("whole",))
     folder = write_run(tmp_path / "run", replace(demo, demo=True))
     result = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "80"})
