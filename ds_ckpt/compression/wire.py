@@ -36,8 +36,6 @@ version also counts changes of these, of sums inside a node and of weights (`wei
 Ranks compare it at attach.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -135,7 +135,8 @@ def innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]
     """Yield disjoint stretches with the kinds of the spans around them, outermost first."""
     stack: list[Span] = []
     at_s = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_s, s.depth)):
+    last = Span("", math.inf, math.inf, 0, 0)  # all others end before it
+    for span in [*sorted(spans, key=lambda s: (s.start_s, s.depth)), last]:
         while stack and stack[-1].end_s <= span.start_s:
             if stack[-1].end_s > at_s:
                 yield at_s, stack[-1].end_s, [s.kind for s in stack]
@@ -144,10 +145,6 @@ def innermost(spans: Sequence[Span]) -> Iterator[tuple[float, float, list[str]]]
             yield at_s, span.start_s, [s.kind for s in stack]
         stack.append(span)
         at_s = span.start_s
-    while stack:
-        if stack[-1].end_s > at_s:
-            yield at_s, stack[-1].end_s, [s.kind for s in stack]
-        at_s = max(at_s, stack.pop().end_s)
 
 
 def step_parts(spans: Sequence[Span], waits: frozenset[str]) -> dict[str, float]:

@@ -4,8 +4,6 @@ No DeepSpeed here: `ds_ckpt.zero3.weights_hook` reads and writes its shards. A c
 owner's shards in place and returns bytes. Every replica decodes them into the same bits (law 2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

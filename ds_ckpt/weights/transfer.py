@@ -4,8 +4,6 @@ One packet per chunk of a shard; a bounded number of chunks is in flight at a ti
 here: the caller passes the collective, and encodes and decodes the packets.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Law: the secondary partition equals, bit for bit, the gather of all owners' `ds_
 the rounded master weights.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

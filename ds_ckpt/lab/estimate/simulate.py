@@ -14,6 +14,7 @@ Bytes over a node's link, for N elements of w bytes on P = H nodes x L ranks:
     changed weights   w N (H-1)/H whole, b/8 instead of w with b bits a weight
 """
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -345,11 +346,9 @@ class _Simulation:
         far = far and machine.hosts > 1
         members = machine.ranks if far else machine.local
         nbytes = elements * self.strategy.itemsize * (members - 1) / members
-        ends = [after] if members == 1 else []
-        for is_far in (True, False):
-            if far if is_far else machine.local > 1:
-                ends.append(self._send(kind, nbytes, members - 1, after, calls, far=is_far))
-        return max(ends)
+        links = [True] * far + [False] * (machine.local > 1)
+        send = functools.partial(self._send, kind, nbytes, members - 1, after, calls)
+        return max((send(far=is_far) for is_far in links), default=after)
 
     def _send(
         self,

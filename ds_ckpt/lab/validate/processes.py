@@ -6,16 +6,17 @@ results and reports progress.
 
 import dataclasses
 import gc
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
 from ds_ckpt.config import load_file
+from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.lab.hosts.backends import Loopback
 from ds_ckpt.lab.hosts.heartbeat import begin
 from ds_ckpt.lab.hosts.launcher import launch
@@ -67,7 +68,7 @@ def main() -> None:
     """Run a launched rank."""
     heartbeat, job = begin("Trains a comparison; started by deepspeed.")
     os.chdir(job["cwd"])  # the job's paths are relative to it
-    task = open_task(TaskSpec(**job["spec"]), device=_device())
+    task = open_task(TaskSpec(**job["spec"]), device=get_accelerator().current_device_name())
     task.digest = job["digest"]  # the same on every device
     candidates = read_candidates([Path(file) for file in job["files"]], "processes")
     plan, path = Plan(task, candidates, job["seeds"], "processes"), Path(job["results"])
@@ -106,24 +107,14 @@ def train_zero3(plan: Plan, candidate: Contender, seed: int, progress: Progress)
             engine.step()
             losses.append(float(loss))
         left = sampled.pop() if sampled else None
-        return StepResult(_all_ranks(losses), engine.skipped_steps > skipped, left)
+        by_micro_step = zip(*gather_objects(losses), strict=True)
+        every = tuple(itertools.chain(*by_micro_step))  # in the order of virtual workers
+        return StepResult(every, engine.skipped_steps > skipped, left)
 
     outcome = train(task, engine, train_step, spec.steps, progress)
     engine.destroy()
     gc.collect()
     return outcome
-
-
-def _device() -> str:
-    return str(get_accelerator().current_device_name())
-
-
-def _all_ranks(losses: list[float]) -> tuple[float, ...]:
-    """Gather the losses of every micro-step and rank, in the order of virtual workers."""
-    own = torch.tensor(losses, dtype=torch.float64, device=_device())
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return tuple(float(part[micro]) for micro in range(len(losses)) for part in parts)
 
 
 def engine_config(spec: TaskSpec, file: str, warmup_steps: int) -> dict[str, Any]:
