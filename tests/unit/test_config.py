@@ -1,6 +1,7 @@
 """The section's values: defaults, nulls, what switches the plugin on, and its JSON Schema."""
 
 import copy
+import json
 import logging
 import re
 from pathlib import Path
@@ -71,12 +72,8 @@ def test_null_leaves_every_key_at_its_default() -> None:
 
 KEYS = (*CompatSection.model_fields, "partitioned_activations")
 VALUES = (None, False, 0, "false", True, 1, "True", "auto", 4, {})
-OWN: list[dict[str, Any]] = [
-    {},
-    {"policy": "none"},
-    {"policy": "auto"},
-    {"policy": "mlp", "partition": False, "offload": True},
-]
+MLP = {"policy": "mlp", "partition": False, "offload": True}
+OWN: list[dict[str, Any]] = [{}, {"policy": "none"}, {"policy": "auto"}, MLP]
 
 
 @given(
@@ -90,9 +87,8 @@ def test_a_pasted_section_of_deepspeed_is_accepted_and_each_unused_key_warned_of
     lines: list[str] = []
     warn.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            logging.getLogger("ds_ckpt"), "warning", lambda *a: lines.append(a[0] % a[1:])
-        )
+        log = logging.getLogger("ds_ckpt")
+        patched.setattr(log, "warning", lambda *a: lines.append(a[0] % a[1:]))
         found, _ = (parse(config).activation for _ in range(2))
     assert found.policy == own.get("policy", "block")
     wanted = {key for key, value in section.items() if value not in (None, False, "false")}
@@ -116,23 +112,18 @@ def test_a_policy_of_ours_overrides_deepspeeds_section() -> None:
     assert not parse({**ZERO3, "activation_checkpointing": None}).active
 
 
-@pytest.mark.parametrize(
-    ("policy", "settings"),
-    [
-        ("attention", {}),
-        ("every_n", {"every_n": 4}),
-        ("segments", {"segment_size": 3}),
-        ("segments", {"segment_size": "sqrt"}),
-        ("segments", {"segments": 3}),
-        ("offload", {}),
-        ("selective", {"save_ops": ("attention", "aten.mm")}),
-    ],
-)
-def test_a_policy_and_its_setting(policy: str, settings: dict[str, Any]) -> None:
-    written = {key: list(v) if isinstance(v, tuple) else v for key, v in settings.items()}
-    config = activation(policy=policy, **written)
+SETTINGS = 'attention; every_n every_n=4; segments segment_size=3; segments segment_size="sqrt"; '
+SETTINGS += 'segments segments=3; offload; selective save_ops=["attention","aten.mm"]'
+
+
+@pytest.mark.parametrize("row", SETTINGS.split("; "))
+def test_a_policy_and_its_setting(row: str) -> None:
+    policy, *written = row.split()
+    settings = {key: json.loads(value) for key, value in (one.split("=") for one in written)}
+    config = activation(policy=policy, **settings)
     assert config.active
-    assert activation_policy(config) == Policy(make_policy(policy, **settings))
+    made = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+    assert activation_policy(config) == Policy(make_policy(policy, **made))
     assert policy in config.summary()
 
 
@@ -142,35 +133,28 @@ def test_rules_become_settings_in_their_order() -> None:
         {"match": "*.layers.16", "policy": "none"},
     ]
     config = activation(policy="block", modules=["Block"], rules=rules, check_determinism=5)
-    assert activation_policy(config) == Policy(
-        make_policy("block"),
-        (
-            Rule("0-15", make_policy("selective", save_ops=("attention+qkvo",))),
-            Rule("*.layers.16", make_policy("none")),
-        ),
-        modules=("Block",),
-        check_determinism=5,
+    made = (
+        Rule("0-15", make_policy("selective", save_ops=("attention+qkvo",))),
+        Rule("*.layers.16", make_policy("none")),
     )
+    wanted = Policy(make_policy("block"), made, modules=("Block",), check_determinism=5)
+    assert activation_policy(config) == wanted
     assert "2 rules" in config.summary()
     assert activation(rules=[{"match": "0-3", "policy": "block"}]).active
     assert not activation(rules=[{"match": "0-3", "policy": "none"}]).active
     assert activation(policy="block", check_determinism=True).check_determinism is True
 
 
-@pytest.mark.parametrize(
-    ("section", "limited"),
-    [
-        ({"policy": "budget", "budget_gib": 6}, "activations"),
-        ({"policy": "budget", "budget_gib": 80.0, "budget_of": "accelerator"}, "accelerator"),
-        ({"policy": "auto"}, "accelerator"),
-        ({"policy": "auto", "budget_gib": 4.0}, "activations"),
-    ],
-)
-def test_memory_that_a_budget_limits(section: dict[str, Any], limited: str) -> None:
-    config = activation(**section)
+@pytest.mark.parametrize("policy", ["auto", "budget"])
+@pytest.mark.parametrize("limits", ["activations", "accelerator"])
+def test_memory_that_a_budget_limits(policy: str, limits: str) -> None:
+    section: dict[str, Any] = {"budget_gib": 6, "budget_of": limits}
+    if policy == "auto":  # all of the accelerator's without a limit
+        section = {"budget_gib": 4.0} if limits == "activations" else {}
+    config = activation(policy=policy, **section)
     assert config.planned
-    assert config.budget_is_of == limited
-    assert limited in config.summary()
+    assert config.budget_is_of == limits
+    assert limits in config.summary()
 
 
 def test_rules_become_compressors() -> None:

@@ -27,16 +27,12 @@ PUBLIC = ["ConfigError", "ContractError", "DsCkptError", "Problem", "Session", "
 PUBLIC += ["UnsupportedError", "attach", "initialize", "install", "session_of", "uninstall"]
 """Frozen: a name that is added, renamed or removed changes what users may rely on."""
 USE_ALL = "import ds_ckpt; [getattr(ds_ckpt, n) for n in ds_ckpt.__all__]"
-VALIDATE = (
-    "from ds_ckpt.cli import app; "
-    "app(['validate', 'ds_configs/zero3_3bit.json'], standalone_mode=False)"
-)
+VALIDATE = "from ds_ckpt.cli import app; "
+VALIDATE += "app(['validate', 'ds_configs/zero3_3bit.json'], standalone_mode=False)"
 
 
-HELP = (
-    "from ds_ckpt.cli import EXAMPLES, app; "
-    "[app([*n.split(), '--help'], standalone_mode=False) for n in ('', *EXAMPLES)]"
-)
+HELP = "from ds_ckpt.cli import EXAMPLES, app; "
+HELP += "[app([*n.split(), '--help'], standalone_mode=False) for n in ('', *EXAMPLES)]"
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,7 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     ]
     ports = {asked[0]: asked[4] for asked in hosts.asked}
     assert ports == {"a": "1234", "b": "0", "c": "0"}
-
-
-def test_hosts_with_the_same_problem_are_one_line() -> None:
+    # equal ones are one line
     b, c = ((255, "", f"{name}.org: connect to {name}: refused") for name in "bc")
     with pytest.raises(HostError) as caught:
         check_hosts(Hosts(a=(1, "", "no module torch"), b=b, c=c))

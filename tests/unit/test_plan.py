@@ -1,5 +1,6 @@
 """Units of policies: blocks and parts found by name, segments, rules, and refusals."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,16 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "where", "why"),
-    [
-        (("7",), "rules[0]", "no block"),
-        (("3-9", "4"), "rules[1]", "earlier rules"),
-        (("0", "head.*"), "rules[1]", "no block"),
-    ],
+    "row", ["7 -> 0: no block", "3-9,4 -> 1: earlier", "0,head.* -> 1: no block"]
 )
-def test_rules_that_name_nothing_are_refused(rules: tuple[str, ...], where: str, why: str) -> None:
-    policy = Policy(rules=tuple(Rule(r, make_policy("none")) for r in rules), modules=("Mixer",))
+def test_rules_that_name_nothing_are_refused(row: str) -> None:
+    names, place, why = re.split(" -> |: ", row)
+    rules = tuple(Rule(name, make_policy("none")) for name in names.split(","))
+    policy = Policy(rules=rules, modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
         make_plan(Stack(5), policy)
     (problem,) = caught.value.problems
-    assert problem.where == f"$.ds_ckpt.activation.{where}.match"
+    assert problem.where == f"$.ds_ckpt.activation.rules[{place}].match"
     assert why in problem.why
     assert "0-4" in problem.remedy
 
@@ -230,18 +228,17 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.zeros(2, 2, 2))
 
 
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
 @pytest.mark.parametrize(
     ("mlp", "first"),
     [
-        (_modules("gate_proj", "up_proj", "down_proj"), ["mlp.gate_proj"]),
+        (_modules(*GATED), ["mlp.gate_proj"]),
         (_modules("up_proj", "down_proj"), ["mlp.up_proj"]),  # Nemotron
         (_modules("gate", experts=Experts()), []),  # Mixtral: "gate" is the router
         (
-            _modules(
-                "gate",
-                experts=Experts(),
-                shared_experts=_modules("gate_proj", "up_proj", "down_proj"),
-            ),
+            _modules("gate", experts=Experts(), shared_experts=_modules(*GATED)),
             ["mlp.shared_experts.gate_proj"],
         ),
         (

@@ -273,9 +273,8 @@ def test_a_trace_without_room_or_memory(tmp_path: Path, monkeypatch: pytest.Monk
     missing = _run(*arguments, str(tmp_path / "none" / "trace.json"))
     assert missing.exit_code == 1
     assert "trace.json: found No such file" in missing.stderr
-    monkeypatch.setattr(
-        "torch.profiler.profile.export_chrome_trace", lambda self, path: Path(path).write_text("{")
-    )
+    kind = torch.profiler.profile
+    monkeypatch.setattr(kind, "export_chrome_trace", lambda _, path: Path(path).write_text("{"))
     cut = _run(*arguments, str(tmp_path / "cut.json"))
     assert (cut.exit_code, "cut.json: found a file that was not" in cut.stderr) == (1, True)
     monkeypatch.setattr("ds_ckpt.lab.estimate.profile.free_on", lambda device: 1000)

@@ -66,20 +66,16 @@ def test_json_lines_are_texts_and_examples(tmp_path: Path) -> None:
     assert len(found.train["labels"]) + len(found.heldout["labels"]) == 60
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"not json", ":1"),
-        (b'{"label": 1}', "KeyError: 'text'"),
-        (b"[1, 2]", "not an object"),
-        (b'{"text": "a", "label": 1}', "two classes"),
-        (b'{"text": "a"}', "no label"),
-        (b'{"text": "caf\xe9", "label": 1}\n', "UTF-8"),
-    ],
-)
-def test_wrong_examples_are_named_by_their_line(tmp_path: Path, content: bytes, words: str) -> None:
+WRONG = 'not json -> :1; {"label": 1} -> KeyError: .text; [1, 2] -> not an object; '
+WRONG += '{"text": "a", "label": 1} -> two classes; {"text": "a"} -> no label; '
+WRONG += '{"text": "caf\xe9", "label": 1} -> UTF-8'
+
+
+@pytest.mark.parametrize("row", WRONG.split("; "))
+def test_wrong_examples_are_named_by_their_line(tmp_path: Path, row: str) -> None:
+    content, words = row.split(" -> ")
     path = tmp_path / "d.jsonl"
-    path.write_bytes(content + b"\n")
+    path.write_bytes(content.encode("latin-1") + b"\n")
     with pytest.raises(ConfigError, match=words) as caught:
         read(path)
     assert "d.jsonl" in str(caught.value)
