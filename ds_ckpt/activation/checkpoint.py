@@ -31,7 +31,6 @@ from ds_ckpt.activation.snapshot import (
     CheckpointedModule,
     Snapshot,
     changed_between,
-    input_changed,
     refusal,
 )
 from ds_ckpt.errors import Problem, RecomputeError
@@ -350,7 +349,7 @@ class Call:
         except RuntimeError as error:
             if "inplace operation" not in str(error) or type(error) is not RuntimeError:
                 raise
-            raise input_changed(self._target.name) from error
+            raise changed_between(self._target.name, "an argument") from error
 
     def __enter__(self) -> None:
         """Enter the state before the forward. Torch does so around each recomputation."""

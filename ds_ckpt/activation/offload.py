@@ -14,14 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation.snapshot import input_changed, saved_changed
+from ds_ckpt.activation.snapshot import changed_between, saved_changed
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
 from ds_ckpt.telemetry.timings import profiler_range
@@ -66,10 +65,7 @@ class SideStream(Copies):
             target.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record(self._stream)
-        return lambda: self._wait(event)
-
-    def _wait(self, event: Any) -> None:
-        self._module.current_stream(self._device).wait_event(event)
+        return lambda: self._module.current_stream(self._device).wait_event(event)
 
 
 def copies_for(device: torch.device) -> Copies:
@@ -377,7 +373,7 @@ class InputStore:
             label, changed = ref.label, version_of(ref.tensor) != ref.version
         if changed:
             recomputed = call.weights is None
-            raise input_changed(label, "input") if recomputed else saved_changed(label)
+            raise changed_between(label, "an input") if recomputed else saved_changed(label)
         return self.take(ref)
 
     def take(self, ref: OffloadedRef | InPlaceRef) -> Tensor:

@@ -58,11 +58,6 @@ def changed_between(name: str, what: str) -> UnsupportedError:
     return refusal(name, found, CHANGED, f"{remedy}, {LEAVE_OUT}")
 
 
-def input_changed(name: str, what: str = "argument") -> UnsupportedError:
-    """Return the error for an input of block `name` that changed since it was saved."""
-    return changed_between(name, f"an {what}")
-
-
 def saved_changed(name: str) -> UnsupportedError:
     """Return the error for a saved tensor of an offloaded block that changed since."""
     found = "a saved tensor that was changed in place after it was saved"

@@ -12,6 +12,10 @@ import typer
 from ds_ckpt.errors import DsCkptError, Problem
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Modules = Annotated[str, typer.Option(help="Class names or patterns of a plain model's blocks.")]
+Tokens = Annotated[
+    int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
+]
 
 
 def file_option(description: str) -> Any:

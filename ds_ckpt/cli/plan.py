@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import typer
 
 from ds_ckpt.cli.common import (
+    Modules,
+    Tokens,
     file_option,
     progress,
     split_names,
@@ -51,12 +53,8 @@ def plan(
         int | None,
         typer.Option(min=1, help="Sequences in a step, all ranks. [default: about 1 M tokens]"),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
-    ] = None,
-    modules: Annotated[
-        str, typer.Option(help="Class names or patterns of a plain model's blocks.")
-    ] = "",
+    tokens: Tokens = None,
+    modules: Modules = "",
     dtype: Annotated[
         Literal["bf16", "fp16"], typer.Option(help="Type of weights; fp16 on GPUs such as V100.")
     ] = "bf16",

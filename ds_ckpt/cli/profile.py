@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.common import progress, split_names, write_output
+from ds_ckpt.cli.common import Modules, Tokens, progress, split_names, write_output
 
 
 def profile(
@@ -25,9 +25,7 @@ def profile(
         typer.Option(help="DeepSpeed JSON file; without it ZeRO stage 3 and AdamW are assumed."),
     ] = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8.")] = "1",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Sequence length, in tokens. [default: the model's]")
-    ] = None,
+    tokens: Tokens = None,
     policies: Annotated[
         str,
         typer.Option(
@@ -35,9 +33,7 @@ def profile(
             "segments:2,segments:sqrt,every_n:4."
         ),
     ] = "block,attention,mlp,selective",
-    modules: Annotated[
-        str, typer.Option(help="Class names or patterns of a plain model's blocks.")
-    ] = "",
+    modules: Modules = "",
     world: Annotated[int, typer.Option(min=1, help="Number of ranks that share the states.")] = 1,
     hosts: Annotated[
         int | None,
