@@ -52,7 +52,7 @@ def pack_quantized(values: Tensor, out: Tensor, options: dict[str, Any]) -> None
     """Quantize fp32 [rows, n] to uint8 [rows, bytes], entries of a row contiguous.
 
     For 8, 4 and 3 bits this writes the bits that the operators of `Quantize` write. For 2 bits sums
-    over a block are taken in another order, so a scale may be one bf16 unit off, and with it the
+    over a block are taken in another order. So a scale may be one bf16 unit off, and with it the
     code of an entry on a border. `options` are constants of the kernel.
     """
     from ds_ckpt.compression import triton_kernels

@@ -2,17 +2,17 @@
 
 Sender and receiver hold the old weights, so only the change is sent. Read as integers in the order
 of their values, neighbouring 16-bit floats differ by 1. The change of a weight is a small integer.
-Its size depends on the weight's exponent, which both sides have. Each block has a parameter c, and
-a change z (0, -1, 1, ... as 0, 1, 2, ...) of a weight with exponent e has a Rice code (Golomb 1966)
-with k = c - e low bits, 0 to `MAX_LOW_BITS`: z >> k zeros, a one, and k low bits. Weights with
-e > c rarely change: in a block of mode `FLAGS` a group of `GROUP` elements has a bit that is 1 if
-one of its rare weights changes. If none does, they have no code.
+Its size depends on the weight's exponent, which both sides have. Each block has a parameter c.
+Changes 0, -1, 1, ... are numbered z = 0, 1, 2, ... in this order. The Rice code (Golomb 1966) of z
+is z >> k zeros, a one, and k low bits. For a weight with exponent e, k is c - e, 0 to
+`MAX_LOW_BITS`. Weights with e > c rarely change. In a block of mode `FLAGS` a group of `GROUP`
+elements has a bit. It is 1 if one of the rare weights changes. If none does, they have no code.
 
 `compression.wire` has the layout, and the version that ranks compare at attach. A block that would
-not shrink (mode `UNCOMPRESSED`) has the new weights. All codes of a block are read at once: the
+not shrink (mode `UNCOMPRESSED`) has the new weights. All codes of a block are read at once. The
 places of low bits follow from the old exponents, the others from the places of ones. Integer
-arithmetic alone decides on c and mode: the kernels of `lossless_kernels`, which CUDA devices with
-Triton run, write the same bytes as numpy here.
+arithmetic alone decides on c and mode. So the kernels of `lossless_kernels`, for CUDA devices with
+Triton, write the same bytes as numpy here.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NO_WEIGHT = 1 << 10
 def encode(old: Tensor, new: Tensor) -> Tensor:
     """Encode the change between two flat tensors of bf16 or fp16 on one device, exactly.
 
-    Returns uint8, whose first 8 bytes are the length: on a device with kernels there, as large as
-    `capacity`, without a host wait; else on the CPU and of that length.
+    Returns uint8, whose first 8 bytes are the length. With kernels it is on their device, as large
+    as `capacity`, without a host wait. Otherwise it is on the CPU and of that length.
 
     Raises:
         TypeError: Another dtype.

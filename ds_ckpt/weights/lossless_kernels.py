@@ -42,7 +42,8 @@ def _write(words, limit, values, places, widths):
     """Add values at ascending places, in bits, to zeros that end at word `limit`.
 
     The sum of a word's values is a difference of running sums. The value that reaches the end of
-    its word adds the first and subtracts the second; what is left of it is in the next word.
+    its word adds its running sum there. It subtracts that sum from the next word, and adds its
+    remaining bits there.
     """
     word, shift = places >> 5, places & 31
     placed = values << shift

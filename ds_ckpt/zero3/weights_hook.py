@@ -1,9 +1,9 @@
 """The weights hook: every node keeps a copy of the weights, and receives the changes of each step.
 
 ZeRO++'s secondary partition (hpZ, Wang et al. 2023, arXiv 2306.10209) is a copy of the 16-bit
-weights, sharded over the ranks of a node, which DeepSpeed's gathers prefer. DeepSpeed drops it
-after every step. This hook creates one at attach, also on nodes of one rank, and keeps it: after
-each optimizer step every node receives what the owners' shards have become.
+weights. The ranks of a node shard it, and DeepSpeed's gathers prefer it. DeepSpeed drops it after
+every step. This hook creates one at attach, also on nodes of one rank, and keeps it. After each
+optimizer step every node receives what the owners' shards have become.
 
 Law: the secondary partition equals, bit for bit, the gather of all owners' `ds_tensor`, which is
 the rounded master weights.
@@ -75,9 +75,9 @@ class WeightsHook:
     """Keeps the secondary partition of one ZeRO-3 optimizer's parameters. Collective.
 
     `detach()` drops it; between steps `attach()` creates it again. After the optimizer step the
-    changes are sent chunk by chunk: first small parameters that stay gathered, then in the order of
-    forward. A gather waits for the chunks of its parameters, so forward starts while later chunks
-    are in flight.
+    changes are sent chunk by chunk. Small parameters that stay gathered are first, the others
+    follow in the order of forward. A gather waits for the chunks of its parameters, so forward
+    starts while later chunks are in flight.
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
