@@ -56,7 +56,7 @@ install_project() {
   local pip=("$venv/bin/python" -m pip ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check)
   pip+=(install --no-compile)
   printf 'setup 1 of 3: installing torch, a download of 200 MB or more ...\n'
-  # First, alone: DeepSpeed looks at the installed torch while it is built.
+  # Alone: most of the download, so that its line says what is going on.
   "${pip[@]}" "${constraints[@]}" torch || fail "installing torch failed, see above."
   printf 'setup 2 of 3: installing ds_ckpt and what it needs, about 100 MB ...\n'
   "${pip[@]}" "${constraints[@]}" -e "$root[hf,mpi,report,dev]" ||
