@@ -4,7 +4,7 @@
 
 A bucket is the second one of rank 1. A host wait blocks the host until the device is done. A kernel
 is an operator that is no view: one that launches several counts once. Changes of weights are those
-of the third step, with the forward behind it.
+of the third step, with the forward behind it; bytes are of the compute stream at the step's end.
 """
 
 from typing import Any
@@ -31,12 +31,6 @@ def bucket(method: str, size: int, dtype: str) -> tuple[int, int, float, int]:
     return *counted, gpu.waits.total()
 
 
-def weights(codec: Any, size: int) -> tuple[int, int, float, int]:
-    """Return the same; bytes are those of the compute stream per own weight, at the step's end."""
-    host = test_streams.trained_hosts(codec, [CHUNK] * 4, size)[1]
-    return host.gpu.waits.total(), host.gpu.launches.total(), host.moved / (4 * CHUNK), 0
-
-
 def show(name: str, two: tuple[Any, ...], eight: tuple[Any, ...]) -> None:
     """Print a row."""
     pairs = [f"{a:6} {b:6}" for a, b in list(zip(two, eight, strict=True))[:2]]
@@ -58,4 +52,6 @@ for name in ("encode", "find_ones", "decode"):
     setattr(lossless_kernels, name, kernel)
 for kind, (codec, has_kernels) in test_streams.KINDS.items():
     fused.is_supported = lambda *_, found=has_kernels: found  # type: ignore[assignment]
-    show(kind, *(weights(codec, size) for size in (2, 8)))
+    hosts = [test_streams.trained_hosts(codec, [CHUNK] * 4, size)[1] for size in (2, 8)]
+    counted = [(h.gpu.waits, h.gpu.launches, h.moved / (4 * CHUNK)) for h in hosts]
+    show(kind, *((waits.total(), kernels.total(), moved, 0) for waits, kernels, moved in counted))

@@ -71,6 +71,14 @@ def test_targets_follow_from_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ] * 3
 
 
+def test_two_gpus_exchange_over_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = SimpleNamespace(communicate=lambda: ("",), returncode=0)
+    monkeypatch.setattr(gpu_check, "_python", lambda *_: ended)
+    for gpus, backends in ((1, ["gloo"]), (2, ["gloo", "nccl"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert gpu_check.processes(torch.device("cuda"))["backends"] == backends
+
+
 def test_a_file_is_written_without_a_gpu_and_when_time_is_up(tmp_path: Path) -> None:
     for more, status, words in (
         (["--device=cuda"], 2, "no GPU that torch can use"),
