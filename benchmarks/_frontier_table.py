@@ -1,7 +1,5 @@
 """The table of `frontier.py`: bytes, losses, and paired gaps with their intervals."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exchange that compresses a rank's own share too, as most shares are with many ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Timing that the benchmarks share."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ What differs runs once more, both ways, alone. A test that does not end is stopp
 is 0 where nothing differs but by a refusal in words.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

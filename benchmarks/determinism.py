@@ -8,8 +8,6 @@ own time inside fingerprints is set against that of the rest of the same step, s
 machine slows both alike; medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

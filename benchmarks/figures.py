@@ -5,8 +5,6 @@ python benchmarks/figures.py
 python benchmarks/figures.py --measure    # memory over a step anew: a minute
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -24,8 +24,6 @@ Bytes are counted where the exchange sends them, with bf16 gradients, headers an
 travels whole included, against the dense exchange of the same gradients.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import fnmatch

@@ -8,8 +8,6 @@ DeepSpeed's coordinator starts a gather. `reuse` is `stage3_max_reuse_distance`;
 is what a model sees that does not fit into it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -9,8 +9,6 @@ hardware and versions and the date; a short table is printed; the exit status is
 failed or a target of speed is missed. On one GPU processes share it and talk over gloo.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -9,8 +9,6 @@ rows train as many as the minutes allow. The better of two uncompressed rows, on
 each kind of compressed row, counts. One seed is no verdict. Runs are lines of --results.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import platform

@@ -10,8 +10,6 @@ difference of the same bits, high and low bytes apart; nanoseconds an element of
 five.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 import zlib

@@ -15,8 +15,6 @@ when forward has ended, those that went out and came back, and their bytes, by t
 counters. Every row's gradients are compared with the first's, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

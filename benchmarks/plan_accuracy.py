@@ -21,8 +21,6 @@ a grid, all of it measured. The choice is the one with the shortest predicted st
 is how much longer its measured step is than the shortest measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ gradients inside a host and then between hosts by an all-reduce of each part. Ze
 `plan_tables.py`. torchtitan does not say what its links are: 400 Gbit/s is a guess.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

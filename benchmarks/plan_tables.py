@@ -7,8 +7,6 @@ for each model and number of nodes, then with each rate and latency of the links
 the same batch, about a million tokens, and each has the micro-batch and recompute that suit it.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,6 @@ arguments, since no device runs. No lm_head, no loss. No mask is made, as in tra
 holds one for each layer without checkpointing: transformers takes fake tensors for tracing).
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

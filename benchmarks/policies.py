@@ -8,8 +8,6 @@ checkpointing. No lm_head, no loss. Nothing is allocated; the operators are thos
 attention core keeps the same tensors as the one of a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from typing import Any

@@ -17,8 +17,6 @@ same factors (fp32 QR; Gram-Schmidt for ranks 1 and 2), and for torch's Gram-Sch
 largest deviation of U^T U from the identity, U from factors that occur (n/a: not finite).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

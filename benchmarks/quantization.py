@@ -22,8 +22,6 @@ range coder, where it is installed; and a byte for each place with four bits for
 without entropy coding.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -10,8 +10,6 @@ of their sum that is there at the end, mean of a million entries (int8 rounds al
 step: one standard error is 0.03). `to nearest` is bf16 without stochastic rounding.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

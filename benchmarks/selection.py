@@ -20,8 +20,6 @@ The last block of lines says how much of the energy (sum of squares) each way of
 sends, on a gradient whose rows differ in size by a log-normal factor.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 

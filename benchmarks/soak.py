@@ -15,8 +15,6 @@ and handles are no more at the end than they were then, and a step takes no more
 processor time. Seconds are recorded, and judged by nobody: others use the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ median difference of wall time and of processor time per process, in ms:
     exec            PYTHONPATH and variables as `ds-ckpt exec --section auto` sets them
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

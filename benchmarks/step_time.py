@@ -23,8 +23,6 @@ is as the configuration has it, on; `--autotune off` forces the methods. Steps a
 choice on; a cell that it has left to DeepSpeed's own reduction or gathers is marked so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -9,8 +9,6 @@ steps. `needs`: stock's gathers and a ring's reduce-scatter, by arithmetic; gloo
 `loss`: of a batch afterwards, on process 0. With `--lora-rank` the model is frozen under adapters.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -20,8 +20,6 @@ The autotuner is off: on links as fast as these it would leave them to DeepSpeed
 one short sequence: what is sent does not depend on them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,6 +1,6 @@
 """Host waits, kernels and memory traffic by method, on a pretended device, with 2 and 8 ranks.
 
-    TRITON_INTERPRET=1 PYTHONPATH=.:tests python tests/unit/host_waits.py
+    TRITON_INTERPRET=1 PYTHONPATH=.:tests:tests/unit python benchmarks/host_waits.py
 
 A bucket is the second one of rank 1. A host wait blocks the host until the device is done. A kernel
 is an operator that is no view: one that launches several counts once. Changes of weights are those
@@ -9,8 +9,8 @@ of the third step, with the forward behind it; bytes are of the compute stream a
 
 from typing import Any
 
-import test_accelerator
-import test_streams
+import test_accelerator  # type: ignore[import-not-found]
+import test_streams  # type: ignore[import-not-found]
 
 from ds_ckpt.compression import LowRank, Quantize, TopK, fused
 from ds_ckpt.weights import changes, lossless_kernels
@@ -40,7 +40,10 @@ def show(name: str, two: tuple[Any, ...], eight: tuple[Any, ...]) -> None:
 print("16 tensors of 96 x 192, bf16; fp32 residuals unless said. W: ranks")
 print(f"{'':24}    host waits        kernels  at commit  bytes per entry")
 print(f"{'':24}    W=2    W=8     W=2    W=8        W=8              W=8")
-methods = {"uncompressed": None, **{f"{bits} bits": Quantize(bits=bits) for bits in (4, 3, 2)}}
+methods: dict[str, Any] = {
+    "uncompressed": None,
+    **{f"{bits} bits": Quantize(bits=bits) for bits in (4, 3, 2)},
+}
 methods |= {"Top-K blocks 1%": TopK(density=0.01), "PowerSGD rank 4": LowRank(4)}
 test_accelerator.METHODS |= methods
 for method, dtype in [*((name, "fp32") for name in methods), ("3 bits", "int8")]:
