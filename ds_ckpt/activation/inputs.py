@@ -122,6 +122,8 @@ def run_plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 _CHECKPOINTING = Requires("activation.policy", not_in=("none",), suggest="block")
 RECOMPUTING = Requires("activation.policy", not_in=("none", "offload"), suggest="block")
+PREFETCH, MIN_BYTES = 1, 65536
+"""Defaults of the configuration and of budgets."""
 
 
 class CheckpointedInputsConfig(Section):
@@ -152,14 +154,14 @@ class CheckpointedInputsConfig(Section):
         'accelerator may give blocks policy "offload", too, unless this is false.',
     )
     offload_prefetch: Annotated[int, _CHECKPOINTING] = Field(
-        default=1,
+        default=PREFETCH,
         ge=1,
         description="Number of blocks ahead of which tensors start to come back from host memory, "
         "or to be gathered if they are split. Each takes the memory of one more block's tensors.",
     )
     offload_min_bytes: Annotated[int, _CHECKPOINTING, Requires("activation.offload", (True,))] = (
         Field(
-            default=65536,
+            default=MIN_BYTES,
             ge=0,
             description="Smallest tensor that is moved to host memory, in bytes.",
         )
@@ -184,7 +186,7 @@ class CheckpointedInputsConfig(Section):
     partition_min_bytes: Annotated[
         int, _CHECKPOINTING, Requires("activation.partition", (True,))
     ] = Field(
-        default=65536,
+        default=MIN_BYTES,
         ge=0,
         description="Smallest tensor that is split over the tensor-parallel group, in bytes.",
     )

@@ -28,6 +28,7 @@ from ds_ckpt.fields import Expects, Name, Requires, Section, is_auto, list_as_tu
 _SECTION = "$.ds_ckpt.activation"
 PLANNED = ("budget", "auto")
 """Policies whose units a planner chooses within a budget."""
+BudgetOf = Literal["activations", "accelerator"]
 
 
 @dataclass(frozen=True)

@@ -128,13 +128,6 @@ class Method(Section):
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 ENTRY_POINTS = "ds_ckpt.compressors"
-RESERVED = frozenset(
-    [
-        *("none", "auto", "method", "rules", "error_feedback", "exchange", "guard"),
-        *("start_step", "warmup_steps", "warmup_bits", "match", "dims", "min_numel", "max_numel"),
-    ]
-)
-"""Names with another meaning in the configuration."""
 _registered: dict[str, type[Method]] = {}
 
 
@@ -142,7 +135,7 @@ def register(method: AnyMethod) -> AnyMethod:
     """Register a method, also as a decorator; call it before `initialize` on every rank."""
     name = getattr(method, "name", "")
     known = _registered.get(name)
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("none", "auto"):
         raise ValueError(f"{method.__name__}: {name!r} cannot be the name of a method")
     if known is not None and _path(known) != _path(method):
         raise ValueError(f"{name!r} is already the name of {_path(known)}")

@@ -1,6 +1,6 @@
 """The section `ds_ckpt.activation`: which activations are recomputed, and at what cost."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -8,6 +8,7 @@ from ds_ckpt.activation.inputs import RECOMPUTING, CheckpointedInputsConfig
 from ds_ckpt.activation.policies import (
     PLANNED,
     POLICIES,
+    BudgetOf,
     Policy,
     RecomputePolicy,
     Rule,
@@ -15,7 +16,6 @@ from ds_ckpt.activation.policies import (
 )
 from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
-BudgetOf = Literal["activations", "accelerator"]
 _ON = Requires("activation.policy", not_in=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
 

@@ -1,6 +1,7 @@
 """The section `ds_ckpt.compression`: how gradients are sent.
 
-`with_methods` adds the sections of registered methods and the choice between them.
+`with_methods` adds the sections of registered methods and the choice between them. Types and
+defaults that the exchange has, too, are those of its `ExchangeSettings`.
 """
 
 import math
@@ -9,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodRule, MethodSettings, WarmupBits
+from ds_ckpt.compression.error_feedback import ResidualDevice
+from ds_ckpt.compression.storage import ResidualDtype
+from ds_ckpt.exchange.method_rules import (
+    ExchangeSettings,
+    Levels,
+    MethodRule,
+    MethodSettings,
+    WarmupBits,
+    When,
+)
 from ds_ckpt.fields import (
     WHOLE_NUMBER,
     Expects,
@@ -43,21 +53,24 @@ class ErrorFeedbackConfig(Section):
         )
     }
 
-    enabled: bool = Field(True, description="Keep one residual per compressed parameter.")
-    dtype: Annotated[Literal["auto", "fp32", "bf16", "int8"], _RESIDUALS] = Field(
-        "auto",
+    enabled: bool = Field(
+        ExchangeSettings.error_feedback, description="Keep one residual per compressed parameter."
+    )
+    dtype: Annotated[Literal["auto", ResidualDtype], _RESIDUALS] = Field(
+        ExchangeSettings.residual_dtype,
         description='Type of residuals: 8, 4 or 2.1 bytes per entry. "auto": "int8" from 2^30 '
         'entries per rank on, else "fp32".',
     )
-    device: Annotated[Literal["accelerator", "cpu"], _RESIDUALS] = Field(
-        "accelerator", description='Device of residuals; "cpu": pinned host memory.'
+    device: Annotated[ResidualDevice, _RESIDUALS] = Field(
+        ExchangeSettings.residual_device,
+        description='Device of residuals; "cpu": pinned host memory.',
     )
     momentum: Annotated[
         Literal["none"] | Annotated[float, Field(gt=0, lt=1)],
         Expects('"none" or a number above 0 and below 1', "0.3"),
         _RESIDUALS,
     ] = Field(
-        "none",
+        ExchangeSettings.momentum,
         description="Correction a for the delay of error feedback. After the warm-up AdamW steps "
         "by (1 - a) times its first moment plus a times the gradient.",
     )
@@ -71,17 +84,18 @@ class ExchangeConfig(Section):
         "overlap": Removed("the exchange thread for CPUs was removed", "remove it", constant=False)
     }
 
-    when: Annotated[Literal["auto", "micro_step", "accumulation_boundary"], _ANY_METHOD] = Field(
-        "auto",
+    when: Annotated[When, _ANY_METHOD] = Field(
+        ExchangeSettings.when,
         description='Exchanges with gradient accumulation. "accumulation_boundary": one per step '
         '(4 bytes per parameter if there are no residuals). "micro_step": one per micro-step. '
         '"auto": the boundary if there are residuals.',
     )
     autotune: Annotated[bool, _LOSSY] = Field(
-        True, description="Time steps both ways; compress only if that shortens them."
+        ExchangeSettings.autotune,
+        description="Time steps both ways; compress only if that shortens them.",
     )
-    levels: Annotated[Literal["auto", 1, 2], WHOLE_NUMBER, _ANY_METHOD] = Field(
-        "auto",
+    levels: Annotated[Levels, WHOLE_NUMBER, _ANY_METHOD] = Field(
+        ExchangeSettings.levels,
         description="1: compressed between all ranks. 2: summed exactly inside a node, compressed "
         'between nodes. "auto": 2 for several nodes with several ranks each.',
     )
@@ -165,9 +179,14 @@ class CompressionConfig(_WithMethods):
     )
     warmup_bits: Annotated[
         WarmupBits | None, WHOLE_NUMBER, _LOSSY, Requires("warmup_steps", not_in=(0,), suggest=100)
-    ] = Field(None, description="Bits of a value in the warm-up; default: uncompressed.")
+    ] = Field(
+        ExchangeSettings.warmup_bits,
+        description="Bits of a value in the warm-up; default: uncompressed.",
+    )
     min_numel: Annotated[int, _LOSSY] = Field(
-        4096, ge=0, description="Smallest number of entries of a compressed tensor."
+        ExchangeSettings.min_numel,
+        ge=0,
+        description="Smallest number of entries of a compressed tensor.",
     )
 
     @property
@@ -225,7 +244,14 @@ def exchange_settings(config: CompressionConfig) -> ExchangeSettings:
 
 
 def with_methods(known: dict[str, type[Method]]) -> type[CompressionConfig]:
-    """Return the section's model with the given methods, for the section and for its rules."""
+    """Return the section's model with the given methods, for the section and for its rules.
+
+    Raises:
+        ValueError: a method has the name of a key.
+    """
+    for model in (CompressionConfig, RuleConfig):
+        if taken := {*dir(model), *model.model_fields, *model.renamed} & known.keys():
+            raise ValueError(f"{min(taken)!r} cannot be the name of a method: it is another key's")
     about = "".join(f' "{name}": {kind.about}.' for name, kind in known.items())
     field = Field("none", description=f'"none": DeepSpeed\'s own reduce-scatter.{about}')
     rule: dict[str, Any] = {"method": Literal[tuple(known)]}

@@ -152,7 +152,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """The configuration's `compression` section in plain values.
+    """The configuration's `compression` section in plain values, which has these defaults.
 
     `warmup_bits` None is DeepSpeed's own reduction; `momentum` is the weight of the newest gradient
     beside AdamW's first moment.
@@ -164,7 +164,7 @@ class ExchangeSettings:
     residual_dtype: ResidualDtype | Literal["auto"] = "auto"
     residual_device: ResidualDevice = "accelerator"
     warmup_steps: int = 0
-    min_numel: int = 4096
+    min_numel: int = Rules.min_numel
     levels: Levels = "auto"
     autotune: bool = True
     when: When = "auto"

@@ -9,16 +9,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from ds_ckpt.activation.blocks import Block
+from ds_ckpt.activation.inputs import MIN_BYTES, PREFETCH
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
 from ds_ckpt.activation.planning.trace import Survey, TracedOperator, simulate, survey
-from ds_ckpt.activation.policies import Unit
+from ds_ckpt.activation.policies import BudgetOf, Unit
 from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import Storage
@@ -27,7 +28,6 @@ from ds_ckpt.telemetry.units import GIB, size
 _WHERE = "$.ds_ckpt.activation.budget_gib"
 AUTO_SHARE = 0.9
 """Share of the free memory that policy "auto" plans for: the rest is for fragmentation."""
-BudgetOf = Literal["activations", "accelerator"]
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class Allowance:
     of: BudgetOf
     resident: Mapping[str, int] = field(default_factory=dict)
     offload: bool = False
-    prefetch: int = 1
-    min_bytes: int = 65536
+    prefetch: int = PREFETCH
+    min_bytes: int = MIN_BYTES
     micro_batch: int = 0
     host_bytes: int = 0
 
