@@ -10,3 +10,9 @@ from ds_ckpt.activation.policies import Unit as Unit
 from ds_ckpt.activation.policies import make_plan as make_plan
 from ds_ckpt.activation.policies import make_policy as make_policy
 from ds_ckpt.activation.policies import register_policy as register_policy
+from ds_ckpt.deprecation import former_names
+
+__getattr__ = former_names(
+    __name__,
+    {"PolicySettings": (lambda policy="block", **own: make_policy(policy, **own), "make_policy")},
+)

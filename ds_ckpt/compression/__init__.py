@@ -3,9 +3,6 @@
 Arithmetic on tensors, and the settings of each method; no processes, networks or DeepSpeed.
 """
 
-import warnings
-from typing import Any
-
 from ds_ckpt.compression.base import Codec as Codec
 from ds_ckpt.compression.base import Compressor as Compressor
 from ds_ckpt.compression.base import Method as Method
@@ -24,24 +21,18 @@ from ds_ckpt.compression.quantize import Quantize as Quantize
 from ds_ckpt.compression.topk import TopK as TopK
 from ds_ckpt.compression.wire import aligned as aligned
 from ds_ckpt.compression.wire import section as section
+from ds_ckpt.deprecation import former_names
 from ds_ckpt.fields import Expects as Expects
 from ds_ckpt.fields import Removed as Removed
 
 for _method in (DenseMethod, TopK, PowerSGD, Quantize, EntropyCoded):
     register(_method)
 
-
-def __getattr__(name: str) -> Any:
-    former: dict[str, tuple[Any, str]] = {
+__getattr__ = former_names(
+    __name__,
+    {
         "Gone": (Removed, "Removed"),
         "RowCodec": (Codec, "Codec"),
         "add_scaled": (lambda into, add, scale: into.add_(add, alpha=scale), "Tensor.add_"),
-    }
-    if name not in former:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value, instead = former[name]
-    message = (
-        f"ds_ckpt.compression.{name} is deprecated, and removed in the next release: use {instead}"
-    )
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return value
+    },
+)

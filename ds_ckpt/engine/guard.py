@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_ckpt.deprecation import FormerAttribute
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import log
 from ds_ckpt.telemetry.timings import Errors, ResidualStats
@@ -76,8 +77,10 @@ class Guard:
     If it `acts` it disables the compression of `step`, else it warns.
     """
 
+    fallen_back = FormerAttribute("step.is_disabled", "guard")
+
     def __init__(self, step: StepState, limits: ResidualStats, *, acts: bool, logs: bool) -> None:
-        self._step, self._limits, self._acts, self._logs = step, limits, acts, logs
+        self.step, self._limits, self._acts, self._logs = step, limits, acts, logs
         self._exceeded = 0
         self.last: ResidualStats | None = None
 
@@ -86,9 +89,9 @@ class Guard:
         self.last, limits = found, self._limits
         is_above = found.error > limits.error or found.residual_norm > limits.residual_norm
         self._exceeded = self._exceeded + 1 if is_above else 0
-        if self._exceeded != IN_A_ROW or self._step.is_disabled:
+        if self._exceeded != IN_A_ROW or self.step.is_disabled:
             return
-        self._step.is_disabled = self._acts
+        self.step.is_disabled = self._acts
         if self._logs:
             log.warning(
                 "ds_ckpt: guard: step %d: compression error %.3g, expected at most %.3g; residual "

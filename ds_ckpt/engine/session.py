@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -20,13 +19,13 @@ from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.policies import Unit, make_plan
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
+from ds_ckpt.deprecation import FormerAttribute
 from ds_ckpt.engine.first_batch import NCCL_BUFFERS, FirstBatchPlanning
 from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
 from ds_ckpt.errors import Problem, UnsupportedError, log
-from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
@@ -39,7 +38,6 @@ from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook, stop_reducing
 
 ATTRIBUTE = "_ds_ckpt_session"
-_FORMER = "session.{} is deprecated, and removed in the next release: use session.exchange.{}"
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 """Attached sessions. DeepSpeed destroys an engine that is collected, which detaches its session."""
 
@@ -52,6 +50,11 @@ class Session:
         summary: One line: active parts and their cost.
         exchange: The gradient exchange, its residuals and groups; None without compression.
     """
+
+    plan = FormerAttribute("exchange.assignment")
+    residual_bytes = FormerAttribute("exchange.feedback.nbytes", default=0)
+    guard = FormerAttribute("exchange.guard")
+    land = FormerAttribute("drain")
 
     def __init__(self, engine: Any, config: PluginConfig, mpu: Any = None) -> None:
         self.engine, self.config, self.counters = engine, config, Counters()
@@ -273,20 +276,6 @@ class Session:
         """Bytes split over the tensor-parallel group, and gathered; None without partition."""
         partition = self._inputs.partition if self._inputs else None
         return partition.counters if partition else None
-
-    @property
-    def plan(self) -> Assignment | None:
-        """Former name of `exchange.assignment`, with a warning."""
-        warnings.warn(_FORMER.format("plan", "assignment"), DeprecationWarning, stacklevel=2)
-        return self.exchange.assignment if self.exchange else None
-
-    @property
-    def residual_bytes(self) -> int:
-        """Former name of `exchange.feedback.nbytes`, with a warning; 0 without residuals."""
-        words = _FORMER.format("residual_bytes", "feedback.nbytes")
-        warnings.warn(words, DeprecationWarning, stacklevel=2)
-        feedback = self.exchange.feedback if self.exchange else None
-        return feedback.nbytes if feedback else 0
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt import Session, compression, run, uninstall
+from ds_ckpt import Session, activation, compression, run, uninstall
+from ds_ckpt.activation import make_policy
 from ds_ckpt.engine import resident_weights
+from ds_ckpt.engine.guard import Guard
 from ds_ckpt.engine.session import refuse_unsupported
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
+from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import NodeLayout
 
@@ -56,17 +59,24 @@ def test_imports_are_light(code: str, heavy: str) -> None:
 
 def test_former_names_warn() -> None:
     session, into = Session.__new__(Session), torch.ones(3)
-    session.exchange = SimpleNamespace(assignment="all", feedback=SimpleNamespace(nbytes=8))
+    step = SimpleNamespace(is_disabled=True)
+    guard = Guard(step, ResidualStats(1.0, 1.0), acts=True, logs=False)
+    session.exchange = SimpleNamespace(assignment="all", guard=guard, feedback=None)
     for of, name, value, words in (
         (compression, "Gone", compression.Removed, "use Removed"),
         (compression, "RowCodec", compression.Codec, "use Codec"),
         (session, "plan", "all", r"use session\.exchange"),
-        (session, "residual_bytes", 8, r"use session\.exchange"),
+        (session, "residual_bytes", 0, r"use session\.exchange\.feedback\.nbytes"),
+        (session, "guard", guard, r"use session\.exchange\.guard"),
+        (session, "land", session.drain, r"use session\.drain"),
+        (guard, "fallen_back", True, r"use guard\.step\.is_disabled"),
     ):
         with pytest.warns(DeprecationWarning, match=words):
             assert getattr(of, name) == value
     with pytest.warns(DeprecationWarning, match=r"use Tensor\.add_"):
         compression.add_scaled(into, torch.ones(3), 2.0)
+    with pytest.warns(DeprecationWarning, match="use make_policy"):
+        assert activation.PolicySettings("every_n", every_n=3) == make_policy("every_n", every_n=3)
     assert into.tolist() == [3.0] * 3
     with pytest.raises(AttributeError, match="no attribute 'gone'"):
         _ = compression.gone
