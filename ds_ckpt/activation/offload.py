@@ -205,7 +205,10 @@ class BlockCall:
 
 
 class BackwardTracker:
-    """Detects when another backward begins; calls the bound method `at_end` after each."""
+    """Detects when another backward begins; calls the bound method `at_end` after each.
+
+    A backward that raises drops its callbacks: its user ends it when the next one begins.
+    """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = weakref.WeakMethod(at_end)
@@ -220,8 +223,6 @@ class BackwardTracker:
         if number != -1:
             callback = functools.partial(self._ended, number)
             Variable._execution_engine.queue_callback(callback)
-            # a backward that raises drops its callbacks without calling them
-            weakref.finalize(callback, self._ended, number).atexit = False
         return True
 
     def _ended(self, number: int) -> None:
