@@ -35,7 +35,8 @@ from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, all_finite
-from ds_ckpt.compression.entropy_coded import HEADER_BYTES, SEGMENT, _lengths, _read, _Sent
+from ds_ckpt.compression.entropy_coded import _lengths, _read, _Sent, _start
+from ds_ckpt.compression.entropy_format import SEGMENT
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
 from ds_ckpt.compression.wire import aligned
@@ -190,10 +191,10 @@ class Coded:
         self.before += float(values.square().sum())
         self.left += float(left.square().sum())
         if isinstance(codec, EntropyCoded) and numel <= SEGMENT:
-            code, _ = _read(payload)
-            ks = [*payload[16:18].tolist(), 0]
-            self.used += 8 * HEADER_BYTES + float(sum(_lengths(code, ks)))
-            self.finer += 8 * HEADER_BYTES + finer_bits(code, ks)
+            code, _ = _read(payload, numel)
+            ks = [*payload[8:10].tolist(), 0]
+            self.used += 8 * _start(numel) + float(sum(_lengths(code.sequences, ks)))
+            self.finer += 8 * _start(numel) + finer_bits(code, ks)
             symbols = torch.zeros(numel, dtype=torch.int64)
             signs = 1 + code.negative.long()
             symbols[code.places] = signs
@@ -208,7 +209,7 @@ class Coded:
 
 def finer_bits(code: _Sent, ks: list[int]) -> float:
     """With the best k for every 32 numbers, which takes 3 bits, in the place of one a segment."""
-    total = float(_lengths(code, ks)[2])
+    total = float(_lengths(code.sequences, ks)[2])
     for numbers, (least, most) in zip(code.sequences[:2], ((1, 8), (0, 7)), strict=True):
         runs = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32), value=-1).view(-1, 32)
         there = runs >= 0

@@ -26,35 +26,31 @@ from ds_ckpt.compression.fused import TILE
 from ds_ckpt.compression.storage import _MIX, _REACH, _STEP, _TO_HALF, _signed
 from ds_ckpt.weights import lossless
 
-_LONG = ("numel", "values_stride", "payload_stride", "stride", "count")
-_LONG += ("shard_stride", "offsets_stride", "place_stride")
-COUNTS = {"rows": "i32", **dict.fromkeys(_LONG, "i64")}
-PACK = {"values": "*fp32", "payload": "*u8", **COUNTS}
-ADD = {"first": "*u8", "into": "*fp32", "factor": "fp32", **COUNTS}
-MAXIMA = {"values": "*fp32", "offsets": "*u8", **COUNTS}
-RESIDUAL = {"gradient": "*i16", "out": "*fp32", "working": "*fp32", "divisor": "fp32", **COUNTS}
-RESIDUAL |= {"seed": "i32"}
-STORED = {
-    "int8": {"stored": "*i8", "values": "*i8", "scales": "*i16"},
-    "bf16": {"stored": "*i16", "values": "*i16"},
+TYPES = {
+    "*fp32": "values into out working",
+    "*fp64": "sums",
+    "*i64": "ends",
+    "*i32": "headers words histograms guessed tried counts ones",
+    "*i16": "gradient old new weights places scratch",
+    "*u8": "payload first offsets codes",
+    "fp32": "factor divisor",
+    "i64": "numel values_stride payload_stride shard_stride offsets_stride place_stride stride",
+    "i32": "rows seed segments row_bytes segment_bytes",
 }
-CHANGES = dict.fromkeys(("old", "new", "weights", "places"), "*i16")
-CHANGES |= {"headers": "*i32", "words": "*i32", "ends": "*i64", **COUNTS}
+TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
+CODED_KERNELS = ("sample", "guess", "code", "read", "add")
 
 
-def compiled(
-    function: Any, signature: dict[str, str], constants: dict[str, Any], capability: int, **how: Any
-) -> dict[str, int]:
+def compiled(function: Any, constants: Any, capability: int, contract: bool) -> dict[str, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = function.arg_names
-    source = ASTSource(
-        fn=function,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(n),): value for n, value in constants.items() if n in names},
-    )
+    names, types = function.arg_names, {**TYPE_OF, **constants.get("types", {})}
+    kinds = {n: "constexpr" if n in constants else types.get(n, "i64") for n in names}
+    fixed = {(i,): constants.get(n) for i, n in enumerate(names) if kinds[n] == "constexpr"}
+    source = ASTSource(fn=function, signature=kinds, constexprs=fixed)
+    how = {"enable_fp_fusion": contract}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
     ptx, code = made.asm["ptx"], _instructions(made.asm["cubin"])
     wide = sum(".128" in name for name in code)
@@ -114,25 +110,21 @@ def _steps() -> None:
     from triton.runtime import driver
     from virtual import World
 
-    from ds_ckpt.compression import TopK, fused, triton_kernels
+    from ds_ckpt.compression import EntropyCoded, TopK, entropy_kernels, fused, triton_kernels
     from ds_ckpt.exchange import exchange
     from ds_ckpt.weights import lossless_kernels
 
     driver.set_active(_Driver())
     seen: set[str] = set()
-    for name, writes in (
-        ("pack_quantized", 1),
-        ("unpack_add_quantized", None),
-        ("block_maxima", 1),
-        ("take_selected", None),
-        ("add_gradient", None),
-        ("round_residual", None),
-    ):
-        kernel = _Compiled(getattr(triton_kernels, name), seen, writes)
-        setattr(triton_kernels, name, kernel)
+    kernels = ("pack_quantized", "unpack_add_quantized", "block_maxima", "take_selected")
+    kernels += ("add_gradient", "round_residual")
+    for module, names in ((triton_kernels, kernels), (entropy_kernels, CODED_KERNELS)):
+        for name in names:
+            writes = 1 if name in ("pack_quantized", "block_maxima") else None
+            setattr(module, name, _Compiled(getattr(module, name), seen, writes))
     fused.is_supported = lambda *_: True  # type: ignore[assignment]
     exchange.on_host = lambda device: False  # type: ignore[assignment]
-    methods = [Quantize(bits=3), Quantize(bits=2), TopK(density=0.02)]
+    methods = [Quantize(bits=3), Quantize(bits=2), TopK(density=0.02), EntropyCoded(bits=1.0)]
     shapes = [torch.Size(s) for s in ((64, 48), (33, 7), (1, 40), (1024,), (4000, 3), (2, 1))]
     tensors = {f"{i} {m}": s for m, s in enumerate(shapes) for i in range(len(methods))}
     world = World(3, lambda name, shape: methods[int(name[0])], residual_dtype="int8")
@@ -162,56 +154,56 @@ def _change_weights(numel: int) -> None:
     lossless.decode_(weights, lossless.encode(weights, weights.clone()))
 
 
+def _cases() -> dict[str, tuple[Any, ...]]:
+    """Return the most instructions of a warp, kernels, and their constants.
+
+    One of four warps for 1,024 entries; `maxima` is for 8,192, `guess` for 2^20.
+    """
+    from ds_ckpt.compression import entropy_kernels, triton_kernels
+    from ds_ckpt.weights import lossless_kernels
+
+    tile, cases = {"TILE": TILE, "ALIGNED": True}, dict[str, tuple[Any, ...]]()
+    for bits, most, most_added in ((3, 520, 270), (2, 660, 205)):
+        options = {**Quantize.model_validate({"bits": bits})._kernel_options(), **tile}
+        cases[f"pack, {bits} bits"] = (most, triton_kernels.pack_quantized, options)
+        added = (most_added, triton_kernels.unpack_add_quantized, options)
+        cases[f"unpack_add, {bits} bits"] = added
+    cases["unpack_add, 2 bits, contracted"] = added
+    constants = {"STEP": _signed(_STEP), "MIX": _MIX, "REACH": _REACH, "TO_HALF": _TO_HALF}
+    for name, stored, scales, most, most_rounded in (
+        ("int8", "*i8", "*i16", 245, 235),
+        ("bf16", "*i16", "constexpr", 225, 115),
+    ):
+        types = {"stored": stored, "values": stored, "scales": scales}
+        options = {"BLOCK": 64, **constants, **tile, "types": types}
+        cases[f"add_gradient, {name}"] = (most, triton_kernels.add_gradient, options)
+        cases[f"round_residual, {name}"] = (most_rounded, triton_kernels.round_residual, options)
+    options = {"FORMAT": "int8", "BLOCK": 64, "TILE": TILE}
+    cases["take_selected"] = (1050, triton_kernels.take_selected, options)
+    options = {"K": 2, "ROWS": 256, "COLUMNS": 32}
+    cases["maxima"] = (1850, triton_kernels.block_maxima, options)
+    for name, most, write in (("lengths", 700, False), ("encode", 2350, True)):
+        cases[name] = (most, lossless_kernels.encode, {"MANTISSA": 7, "WRITE": write})
+    cases["find_ones"] = (480, lossless_kernels.find_ones, {})
+    cases["decode"] = (1540, lossless_kernels.decode, {"MANTISSA": 7})
+    for stage, most in (("try", 5000), ("count", 2400), ("write", 4000)):
+        cases[f"coded {stage}"] = (most, entropy_kernels.code, {"STAGE": stage})
+    for name, most in (("sample", 400), ("guess", 1900), ("read", 2200), ("add", 340)):
+        cases[f"coded {name}"] = (most, getattr(entropy_kernels, name), {})
+    return cases
+
+
 def main() -> None:
     if sys.argv[1:] == ["steps"]:
         _steps()
         return
-    from ds_ckpt.compression import triton_kernels
-    from ds_ckpt.weights import lossless_kernels
-
     found = {}
     for capability in map(int, sys.argv[1:]):
-        for bits in (3, 2):
-            options = Quantize.model_validate({"bits": bits})._kernel_options()
-            constants = {**options, "TILE": TILE, "ALIGNED": True}
-            how = {"enable_fp_fusion": False}
-            pack = (triton_kernels.pack_quantized, PACK, constants)
-            add = (triton_kernels.unpack_add_quantized, ADD, constants)
-            for name, kernel in (("pack", pack), ("unpack_add", add)):
-                key = f"{name}, {bits} bits, sm_{capability}"
-                found[key] = compiled(*kernel, capability, **how)
-        key = f"unpack_add, 2 bits, contracted, sm_{capability}"
-        found[key] = compiled(*add, capability, enable_fp_fusion=True)
-        for stored, types in STORED.items():
-            constants = {"STEP": _signed(_STEP), "MIX": _MIX, "REACH": _REACH, "TO_HALF": _TO_HALF}
-            constants |= {"BLOCK": 64, "TILE": TILE, "ALIGNED": True, "scales": None}
-            for name in ("add_gradient", "round_residual"):
-                key, kernel = f"{name}, {stored}, sm_{capability}", getattr(triton_kernels, name)
-                given = {k: v for k, v in constants.items() if k not in types}
-                found[key] = compiled(
-                    kernel, RESIDUAL | types, given, capability, enable_fp_fusion=False
-                )
-        constants = {"FORMAT": "int8", "BLOCK": 64, "TILE": TILE}
-        types = dict.fromkeys(triton_kernels.take_selected.arg_names, "i64") | PACK
-        found[f"take_selected, sm_{capability}"] = compiled(
-            triton_kernels.take_selected,
-            {name: kind for name, kind in types.items() if name not in constants},
-            constants,
-            capability,
-            enable_fp_fusion=False,
-        )
-        blocks = {"K": 2, "ROWS": 256, "COLUMNS": 32}
-        found[f"maxima, sm_{capability}"] = compiled(
-            triton_kernels.block_maxima, MAXIMA, blocks, capability
-        )
-        for name, writes in (("lengths", {"WRITE": False}), ("encode", {"WRITE": True})):
-            constants = {"MANTISSA": 7, **writes}
-            key = f"{name}, sm_{capability}"
-            found[key] = compiled(lossless_kernels.encode, CHANGES, constants, capability)
-        for name in ("find_ones", "decode"):
-            kernel = getattr(lossless_kernels, name)
-            constants = {"MANTISSA": 7}
-            found[f"{name}, sm_{capability}"] = compiled(kernel, CHANGES, constants, capability)
+        for name, (most, kernel, constants) in _cases().items():
+            # on other architectures the one that has all that the others have
+            if capability == 90 or not name.startswith("coded") or name == "coded write":
+                made = compiled(kernel, constants, capability, "contracted" in name)
+                found[f"{name}, sm_{capability}"] = {"most": most, **made}
     print(json.dumps(found, indent=1))
 
 

@@ -1,15 +1,19 @@
 """About one bit per entry: a quantizer with a dead zone and a Rice code of its positions.
 
 Entries below a threshold t stay as residual. The others are sent as place, sign and level: level 0
-up to 2.5 t, then levels whose width grows by half each. Level 0 decodes to the mean magnitude of
-its entries. Level i decodes to a * 1.5^i, with a fitted by least squares. The sent values are a
-projection: the residual never has more energy than there was. At low rates such a quantizer with an
-entropy coder is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
+up to about 2.5 t, then two levels an octave. Level 0 decodes to the mean magnitude of its entries.
+A level above it decodes to its lower border plus the mean distance from there. The residual never
+has more energy than there was. At low rates such a quantizer with an entropy coder is near the
+rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
 
-t is the smallest for which the code fits its bytes, found in a sample's histogram. So the size
-depends on the number of entries alone, and there is no state. If the code turns out longer than the
-histogram predicted, entries just above t are left out until it fits; if that would take larger
-ones, t is first guessed again for so much less.
+The bits of positive floats are ordered as the floats are. Thresholds, levels and bins are
+differences of those bits, and everything is counted in whole numbers. So operators and the kernels
+of `entropy_kernels` write the same bytes.
+
+A histogram of a sample predicts thresholds at which the code takes about the bits that there are.
+Taken is the lowest of them at which the code fits, counted. Of the entries between it and the next
+lower one as many are sent as still fit for sure, spread evenly. So the size depends on the number
+of entries alone, and there is no state.
 
 The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
 sequences of numbers are coded:
@@ -18,45 +22,31 @@ sequences of numbers are coded:
     gap              of those with a level above 0, among them
     level - 1        of those, k = 0
 
-The unary parts of all numbers are one run of bits from the front. Their low bits are another at the
-end, with zeros between. That makes both ends parallel: a decoder finds all numbers by the places of
-ones, and all places by a cumulative sum. `wire` has the layout of a segment.
+Each part of `PART` entries is coded by itself: the unary parts of all numbers, then all low bits. A
+decoder finds the numbers by the places of ones, and the places of entries by a cumulative sum.
+`wire` has the layout of a segment.
 
-Segments are coded one by one. On an accelerator the host waits for their counts.
+Operators code segments one by one, and the host waits for their counts. Kernels code all at once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from ds_ckpt.compression import entropy_format as fmt
+from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import Codec, Method
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import Expects
 
-SEGMENT = 1 << 20
-HEADER_BYTES = 24
-LEVELS = 32
-_STRONG = 2.5  # where level 1 begins, in thresholds
-_GROWTH = 1.5
-_LARGEST_K = 7
-_SAMPLE = 32768
-_SCATTER = 0x9E3779B1  # multiples of it, shifted, are spread evenly and repeat nothing
-_OVER_ENTROPY = 1.02
-_FP32 = torch.finfo(torch.float32)
-_BIN_BITS = 18
-_BINS = 512  # 16 octaves: `LEVELS` levels reach as far
-_TINY_BIN = 1 << (23 - _BIN_BITS)
-_LEVELS_GUESSED = 8
-_BINS_A_LEVEL = (1 << (23 - _BIN_BITS)) * math.log2(_GROWTH)
-_BANDS = [1.05, 1.2, 1.6, _STRONG, math.inf]
 _TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
 _TO_BITS = sum(1 << 7 * i for i in range(8))
 _LOW_BITS = sum(1 << 8 * i for i in range(8))
@@ -77,10 +67,10 @@ class EntropyCoded(Method, Codec):
         ge=0.05,
         le=2,
         allow_inf_nan=False,
-        description="Bits per entry, beside 24 bytes for each 2^20 entries of a shard or fewer. "
-        "For normal entries 1.0 leaves 36% of the energy for later steps, 0.33 leaves 74%; the "
-        "heavier tail of gradients leaves less. Below 2^17 entries each takes longer, because some "
-        "hundreds of operators run whatever their number.",
+        description="Bits per entry, beside 16 bytes for each 2^20 entries of a shard or less and "
+        "8 for each 2^15. For normal entries 1.0 leaves 36% of the energy for later steps, 0.33 "
+        "leaves 73%; the heavier tail of gradients leaves less. On a CPU entries of shards below "
+        "2^17 take longer, because some hundreds of operators run whatever their number.",
     )
 
     metric: Annotated[Literal["energy", "steps"], Expects('"energy" or "steps"', '"steps"')] = (
@@ -108,6 +98,9 @@ class EntropyCoded(Method, Codec):
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         """Code each row; `values` become the residual."""
+        if fused.is_supported(values.device):
+            self._pack_with_kernels(values, out)
+            return
         values.nan_to_num_(0.0, 0.0, 0.0)
         for row, payload in zip(values, out, strict=True):
             for first, last, start, stop in self._segments(len(row)):
@@ -115,20 +108,75 @@ class EntropyCoded(Method, Codec):
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add the decoded values of each payload."""
+        if fused.is_supported(into.device):
+            self._unpack_add_with_kernels(payloads, into, scale)
+            return
         for payload in payloads:
             for first, last, start, stop in self._segments(len(into)):
-                code, means = _read(payload[start:stop])
+                code, means = _read(payload[start:stop], last - first)
                 into[first:last].add_(code.decoded(means, last - first), alpha=scale)
+
+    def _pack_with_kernels(self, values: Tensor, out: Tensor) -> None:
+        from ds_ckpt.compression import entropy_kernels as kernels
+
+        rows, numel = values.shape
+        if not values.numel():
+            return
+        parts, segments, sizes = self._grid(numel)
+        grid, stride = (parts, rows * segments), values.stride(0)
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=values.device)
+        empty = functools.partial(torch.empty, dtype=torch.int32, device=values.device)
+        histograms, guessed = zeros(grid[1], fmt.BINS), empty(grid[1], 8)
+        tried, counts, sums = (
+            empty(*grid, 16),
+            empty(*grid, 8),
+            empty(*grid, 2, dtype=torch.float64),
+        )
+        scratch = empty(*grid, len(fmt.SHARES) - 1, fmt.TILE, dtype=torch.int16)
+        out.zero_()
+        payloads = out, out.stride(0), segments, *sizes
+        sampled = min(parts * fmt.PART, 2 * fmt.SAMPLE) // fmt.TILE
+        kernels.sample[(sampled, grid[1])](values, histograms, numel, stride, segments)
+        kernels.guess[(1, grid[1])](histograms, guessed, numel, *payloads)
+        tensors = values, guessed, tried, counts, sums, scratch
+        for stage in ("try", "count", "write"):
+            kernels.code[grid](*tensors, numel, stride, *payloads, STAGE=stage)
+
+    def _unpack_add_with_kernels(self, payloads: Tensor, into: Tensor, scale: float) -> None:
+        from ds_ckpt.compression import entropy_kernels as kernels
+
+        rows, numel, stride = len(payloads), len(into), payloads.stride(0)
+        if not numel * rows:
+            return
+        parts, segments, sizes = self._grid(numel)
+        grid = parts, rows * segments
+        ones = torch.empty(grid[1], 6 * sizes[1], dtype=torch.int32, device=into.device)
+        places = torch.empty(*grid, fmt.PART, dtype=torch.int16, device=into.device)
+        codes = payloads.new_zeros(rows, numel)
+        kernels.read[grid](ones, places, codes, numel, payloads, stride, segments, *sizes)
+        args = codes, into, rows, numel, payloads, stride, segments, sizes[1], float(scale)
+        kernels.add[(parts * fmt.PART // fmt.TILE, segments)](*args, enable_fp_fusion=False)
+
+    def _grid(self, numel: int) -> tuple[int, int, tuple[int, int]]:
+        """Return parts of a segment, segments, and the bytes of a row and of a segment."""
+        first, *others = self._segments(numel)
+        last = others[-1] if others else first
+        return -(-first[1] // fmt.PART), 1 + len(others), (last[3], first[3])
 
     def _segments(self, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """Return (first entry, end, first byte, end) of each segment."""
-        length = -(-numel // max(1, -(-numel // SEGMENT)))
+        length = -(-numel // max(1, -(-numel // fmt.SEGMENT)))
         start = 0
         for first in range(0, numel, max(1, length)):
             last = min(first + length, numel)
-            stop = start + HEADER_BYTES + aligned(math.ceil((last - first) * self.bits / 8))
+            stop = start + _start(last - first) + aligned(math.ceil((last - first) * self.bits / 8))
             yield first, last, start, stop
             start = stop
+
+
+def _start(numel: int) -> int:
+    """Return the bytes before the code of a segment."""
+    return fmt.HEADER_BYTES + fmt.PART_BYTES * -(-numel // fmt.PART)
 
 
 @dataclass(frozen=True)
@@ -136,31 +184,44 @@ class _Sent:
     """Entries of a segment that are sent.
 
     `places` (int64, ascending) and `negative` are of all; `strong` and `level` (minus 1) of those
-    with a level above 0, by number among the sent ones.
+    with a level above 0, by number among the sent ones. `first` has the number of the first of each
+    part, and how many there are.
     """
 
     places: Tensor
     negative: Tensor
     strong: Tensor
     level: Tensor
+    first: Tensor
 
-    @cached_property
+    @functools.cached_property
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three sequences of numbers, int64."""
-        return _gaps(self.places) * 2 + self.negative, _gaps(self.strong), self.level
+        in_part = self.strong - self.first[self.places[self.strong] // fmt.PART]
+        gaps = torch.minimum(_gaps(self.places), self.places & (fmt.PART - 1))
+        return gaps * 2 + self.negative, torch.minimum(_gaps(self.strong), in_part), self.level
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Return entries of each part, and those with a level above 0."""
+        above = torch.searchsorted(self.strong, self.first)
+        return self.first.diff().tolist(), above.diff().tolist()
+
+    def tails(self, numel: int, k: int) -> int:
+        """Return the zeros that the rests of all parts would take as gaps."""
+        starts = torch.arange(0, numel, fmt.PART, device=self.first.device)
+        last = torch.nn.functional.pad(self.places, (1, 0), value=-1)[self.first[1:]]
+        return int(
+            ((starts + fmt.PART).clamp_(max=numel) - 1 - last.maximum(starts - 1) >> k).sum()
+        )
 
     def decoded(self, means: Tensor, numel: int) -> Tensor:
         """Return fp32 [numel]. Equal at both ends."""
-        values = means[:1].repeat(len(self.places))
-        levels = (means[1] * _powers(means.device).float()).clamp_(max=_FP32.max)
-        values.scatter_(0, self.strong, levels[self.level])
+        mean, unit = means.view(torch.float32)[:1], means[1:]
+        values = mean.repeat(len(self.places))
+        levels = (unit + self.level * fmt.LEVEL).clamp_(max=fmt.INFINITE - 1).int()
+        values.scatter_(0, self.strong, levels.view(torch.float32))
         values *= self.negative.float().mul_(-2).add_(1)
         return values.new_zeros(numel).scatter_(0, self.places, values)
-
-
-def _powers(device: torch.device) -> Tensor:
-    """Return the levels above 0 in units of a: fp64 [LEVELS], exact on every device."""
-    return torch.full((LEVELS,), _GROWTH, dtype=torch.float64, device=device).cumprod(0)
 
 
 def _places(mask: Tensor) -> Tensor:
@@ -175,175 +236,169 @@ def _gaps(places: Tensor) -> Tensor:
 
 def _pack(values: Tensor, payload: Tensor) -> None:
     """Code a segment, fp32 [n] to uint8 [bytes]; `values` become the residual."""
-    numel, budget = len(values), 8 * (len(payload) - HEADER_BYTES)
-    magnitude = values.abs()
-    edges, guessed = _guess(magnitude)
-    goal = float(budget)
-    for _ in range(2):
-        threshold = _threshold(edges, guessed, goal / numel)
-        # an entry takes two bits or more
-        code = _choose(values, threshold, _places(magnitude >= threshold)[: budget // 2])
-        ks = _parameters(numel, code)
-        bits = sum(_lengths(code, ks))
-        # more than half of level 0 would have to go, and then the rest whatever its size
-        if 2 * (bits - budget) <= (len(code.places) - len(code.strong)) * ks[0]:
+    numel, magnitude = len(values), values.abs().view(torch.int32)
+    budget = 8 * (len(payload) - _start(numel))
+    (lower, *thresholds), ks = _guess(magnitude, budget)
+    candidates = _places(magnitude >= lower)
+    picked = magnitude[candidates]
+    for threshold in thresholds:
+        sent = picked >= threshold
+        code = _choose(values, magnitude, candidates[sent], threshold)
+        spare = budget - sum(_lengths(code.sequences, ks)) - code.tails(numel, ks[0] - 1)
+        if spare >= 0:
             break
-        goal = 0.99 * budget / bits * budget
-    if bits > budget:
-        ks = _parameters(numel, code, budget / bits)
-        count = _too_many(numel, budget, code, ks)
-        kept = _without_smallest(magnitude[code.places], threshold, count)
-        code = _choose(values, threshold, code.places[kept])
-    means = _means(magnitude, code)
+        lower = threshold
+    between = _places((picked >= lower) & (picked < threshold))
+    # one more costs its low bits and two: it parts a gap, or the rest of a part, and may lengthen
+    # one of the second sequence by 1
+    room = min(max(spare, 0) // (ks[0] + 2), len(between))
+    sent.index_fill_(0, between[_is_spread(candidates[between], room)], 1)
+    code = _choose(values, magnitude, candidates[sent], threshold)
+    means = _means(values, magnitude, code, threshold)
     _write(payload, code, ks, means)
     values.sub_(code.decoded(means, numel))
 
 
-def _guess(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ascending thresholds, fp32, and the bits an entry that each would take.
-
-    From a histogram with 32 bins an octave, by the bits of the floats.
-    """
+def _guess(magnitude: Tensor, budget: int) -> tuple[list[int], list[int]]:
+    """Return thresholds, ascending, the last infinite, and k of each sequence."""
     # one of every so many, at varying offsets: a fixed one would miss most of a matrix's columns if
     # the two have a common divisor
-    every, sample = len(magnitude) // _SAMPLE, magnitude
+    numel = len(magnitude)
+    every, sample = numel // fmt.SAMPLE, magnitude
     if every > 1:
-        at = torch.arange(len(magnitude) // every, device=magnitude.device)
-        scattered = (at * _SCATTER >> 16).bitwise_and_(0xFFFF)
+        at = torch.arange(numel // every, device=magnitude.device)
+        scattered = (at * fmt.SCATTER >> 16).bitwise_and_(0xFFFF)
         sample = magnitude[at.mul_(every).add_(scattered.mul_(every) >> 16)]
-    top = int(magnitude.max().view(torch.int32)) >> _BIN_BITS
-    lowest = max(top - (_BINS - 1), _TINY_BIN)
-    bins = (sample.view(torch.int32) >> _BIN_BITS).sub_(lowest - 1).clamp_(0, _BINS)
-    counts = torch.bincount(bins, minlength=_BINS + 1)
-    # summed as integers: CUDA has no deterministic cumulative sum of floats
-    counts = torch.nn.functional.pad(counts[1:], (0, 1)).flip(0).cumsum(0)
-    shares, above = (c.flip(0).float() / len(sample) for c in (counts, counts.cumsum(0)))
-    # borders of levels, for thresholds at the lower ends of bins
-    edges = torch.arange(lowest, lowest + _BINS, 4, dtype=torch.int32, device=magnitude.device)
-    edges = (edges << _BIN_BITS).view(torch.float32)
-    levels = _powers(magnitude.device)[:_LEVELS_GUESSED].float().mul_(_STRONG / _GROWTH)
-    borders = torch.cat([edges[:, None], edges[:, None] * levels], 1)
-    at = ((borders.view(torch.int32) >> _BIN_BITS) - lowest).clamp_(0, _BINS)
-    shares = shares[at]
-    first, second = shares[:, 0], shares[:, 1]
-    # levels further up by an integral: the last of these counts half, and bins from there on
-    further = above[at[:, -1]].div_(_BINS_A_LEVEL).sub_(shares[:, -1] / 2)
-    entropy = torch.special.entr(torch.stack([1 - first, first - second, second])).sum(0)
-    bits = entropy.mul_(_OVER_ENTROPY / math.log(2)).add_(first).add_(shares[:, 1:].sum(1))
-    return edges, bits.add_(further.clamp_(min=0))
+    counts, total = torch.bincount(sample // fmt.BIN, minlength=fmt.BINS), len(sample)
+    # sampled entries of each bin or above, and those of a level above 0, if the bin is a threshold
+    lowest = max(int(_places(counts)[-1]) + 2 - fmt.WINDOW, 1)
+    counts = torch.nn.functional.pad(counts, (0, fmt.BINS)).flip(0).cumsum(0).flip(0)
+    borders = [0, *((fmt.STRONG + fmt.LEVEL * level) // fmt.BIN for level in range(fmt.LEVELS))]
+    sent, *above = [counts[lowest + border :][: fmt.WINDOW] for border in borders]
+    bits = _predicted(sent, total)[0] + sent + _predicted(above[0], sent)[0] + sum(above)
+    thresholds = [fmt.INFINITE]
+    for share in reversed(fmt.SHARES):
+        wanted = budget * total * share // (64 * numel)
+        fit = max(int((bits > wanted).sum()), 1)
+        high, low = bits[fit - 1 : fit + 1].tolist()
+        # the lower end of the bin, if entries are equally large
+        part = (
+            fmt.BIN
+            if share == fmt.SHARES[0]
+            else min((wanted - low) * fmt.BIN // max(high - low, 1), fmt.BIN)
+        )
+        thresholds.insert(0, (lowest + fit) * fmt.BIN - part)
+        if share == fmt.K_SHARE:
+            m, s = (c[fit] + (c[fit - 1] - c[fit]) * part // fmt.BIN for c in (sent, above[0]))
+            # if many are equally large, no more than fit anywhere
+            fits = max((wanted - (total >> k)) // (2 + k) for k in range(fmt.K_LIMIT))
+            m = m.clamp(max=max(fits, 0))
+    return thresholds, [1 + int(_predicted(m, total)[1]), int(_predicted(s, m)[1]), 0]
 
 
-def _threshold(edges: Tensor, bits: Tensor, wanted: float) -> Tensor:
-    """Return the smallest magnitude to send, fp32 [] above 0, for `wanted` bits an entry."""
-    # the lowest that fits, interpolated by the bits to spare
-    fit = min(int((bits > wanted).sum()), len(bits) - 1)
-    if fit == 0:
-        return edges[0]
-    high, low = bits[fit - 1 : fit + 1].tolist()
-    part = min(max((wanted - low) / max(high - low, 1e-9), 0.0), 1.0)
-    # if most of them are equally large, some of those are left out again
-    return edges[fit].lerp(edges[fit - 1], 1.0 if low < wanted / 2 else part)
+def _predicted(count: Tensor, total: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the bits of `count` gaps, evenly spread over `total`, at the best k, and this k.
 
-
-def _choose(values: Tensor, threshold: Tensor, places: Tensor) -> _Sent:
-    """Return the code of these entries."""
-    picked = values[places]
-    in_borders = picked.abs().div_(threshold * _STRONG)
-    strong = _places(in_borders >= 1)
-    level = in_borders[strong].log2_().div_(math.log2(_GROWTH)).floor_()
-    return _Sent(places, picked < 0, strong, level.clamp_(0, LEVELS - 1).long())
-
-
-def _parameters(numel: int, code: _Sent, kept: float = 1.0) -> list[int]:
-    """Return k of each sequence, if the share `kept` of the chosen is sent.
-
-    It is the best one if entries are equally likely everywhere (Kiely, "Selecting the Golomb
-    parameter in Rice coding", JPL IPN 42-159, 2004).
+    The quotients add up to the sum of the gaps over 2^k, less the mean of what is rounded off.
     """
-
-    def best(density: float) -> int:
-        density = min(max(density, 1e-9), 1 - 1e-6)
-        k = math.log2(math.log((math.sqrt(5) - 1) / 2) / math.log1p(-density))
-        return min(max(math.floor(k) + 1, 0), _LARGEST_K)
-
-    sent, above = len(code.places), len(code.strong)
-    return [1 + best(sent * kept / numel), best(above / max(sent, 1)), 0]
+    least, best = count + (total - count), torch.zeros_like(count)
+    for k in range(1, fmt.K_LIMIT):
+        rounded_off = (count - (count >> k)) * 7 >> 4
+        bits = count * (1 + k) + ((total - count) >> k) - rounded_off
+        least, best = torch.minimum(bits, least), torch.where(bits < least, k, best)
+    return least, best
 
 
-def _lengths(code: _Sent, ks: Sequence[int]) -> list[int]:
+def _is_spread(places: Tensor, room: int) -> Tensor:
+    """Return a mask of `room` ascending places or fewer, evenly spread over those of each tile."""
+    tile, found = places // fmt.TILE, max(len(places), 1)
+    rank = torch.arange(len(places), device=places.device) - torch.searchsorted(tile, tile)
+    return (rank + 1) * room // found > rank * room // found
+
+
+def _choose(values: Tensor, magnitude: Tensor, places: Tensor, threshold: int) -> _Sent:
+    """Return the code of these entries."""
+    above = magnitude[places].sub_(threshold)
+    strong = _places(above >= fmt.STRONG)
+    level = above[strong].sub_(fmt.STRONG).div_(fmt.LEVEL, rounding_mode="floor").long()
+    parts = torch.arange(1 + -(-len(values) // fmt.PART), device=places.device)
+    first = torch.searchsorted(places, parts * fmt.PART)
+    return _Sent(places, values[places] < 0, strong, level.clamp_(max=fmt.LEVELS - 1), first)
+
+
+def _lengths(sequences: Sequence[Tensor], ks: Sequence[int]) -> list[int]:
     """Return the bits of each sequence."""
     return [
         int((numbers >> k).sum()) + (1 + k) * len(numbers)
-        for numbers, k in zip(code.sequences, ks, strict=True)
+        for numbers, k in zip(sequences, ks, strict=True)
     ]
 
 
-def _too_many(numel: int, budget: int, code: _Sent, ks: Sequence[int]) -> int:
-    """Return a number of entries without which the code is sure to fit.
-
-    Each saves its low bits, with the sign, whatever becomes of the gaps around it; one with a level
-    above 0 also those of its second gap and a bit of its level. And all gaps together are no longer
-    than the segment: m entries take m * (1 + k) bits and that / 2^k'.
-    """
-    first, *others = _lengths(code, ks)
-    sent, weak = len(code.places), len(code.places) - len(code.strong)
-    excess = first + sum(others) - budget
-    of_strong = max(excess - weak * ks[0], 0)
-    by_excess = min(-(-excess // ks[0]), weak - (-of_strong // (ks[0] + ks[1] + 1)))
-    fits = (budget - sum(others) - (numel >> (ks[0] - 1))) // (1 + ks[0])
-    return min(max(min(by_excess, sent - fits), 0), sent)
-
-
-def _without_smallest(magnitude: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """Return a mask of the entries that are left without `count` of about the smallest."""
-    bands = (magnitude < threshold * band for band in _BANDS)
-    small = next(band for band in bands if int(band.sum()) >= count)
-    return ~(small & (small.cumsum(0) <= count))
-
-
-def _means(magnitude: Tensor, code: _Sent) -> Tensor:
-    """Return the mean of level 0, and a: fp32 [2]."""
-    sent = magnitude[code.places].double()
-    strong, powers = sent[code.strong], _powers(sent.device)[code.level]
-    mean = (sent.sum() - strong.sum()) / max(len(sent) - len(strong), 1)
-    a = (strong * powers).sum() / powers.square().sum().clamp(min=1)
-    return torch.stack([mean, a]).float()
+def _means(values: Tensor, magnitude: Tensor, code: _Sent, threshold: int) -> Tensor:
+    """Return the mean of level 0 as fp32, and the first level above it: bits, int32 [2]."""
+    sent, strong = values[code.places].abs().double(), code.places[code.strong]
+    count = len(code.places) - len(strong)
+    mean = (sent.sum() - sent[code.strong].sum()) / max(count, 1)
+    within = magnitude[strong].long() - (threshold + fmt.STRONG) - code.level * fmt.LEVEL
+    unit = threshold + fmt.STRONG + within.clamp_(max=fmt.LEVEL - 1).sum() // max(len(strong), 1)
+    return torch.stack([mean.float().view(torch.int32), unit.clamp(max=fmt.INFINITE - 1).int()])
 
 
 def _write(payload: Tensor, code: _Sent, ks: Sequence[int], means: Tensor) -> None:
-    budget, sequences = 8 * (len(payload) - HEADER_BYTES), code.sequences
-    counts = torch.tensor([len(code.places), len(code.strong)], dtype=torch.int32, device="cpu")
-    payload[:HEADER_BYTES] = 0
-    section(payload, 0, 2, torch.int32).copy_(counts)
-    section(payload, 8, 2, torch.float32).copy_(means)
-    payload[16:18] = torch.tensor(ks[:2], dtype=torch.uint8, device="cpu")
-    bits = payload.new_zeros(budget)
+    sent, above = code.counts()
+    start = fmt.HEADER_BYTES + fmt.PART_BYTES * len(sent)
+    bits, end, index = payload.new_zeros(8 * (len(payload) - start)), 0, []
+    parts = [s.split(c) for s, c in zip(code.sequences, (sent, above, above), strict=True)]
+    for numbers in zip(*parts, strict=True):
+        begin, end = end, end + sum(_lengths(numbers, ks))
+        _write_part(bits[begin:end], numbers, ks)
+        index += [len(numbers[0]) | len(numbers[1]) << 16, end]
+    payload[:start] = 0
+    section(payload, 0, 2, torch.int32).copy_(means)
+    payload[8:10] = torch.tensor(ks[:2], dtype=torch.uint8, device="cpu")
+    section(payload, fmt.HEADER_BYTES, len(index), torch.int32).copy_(
+        torch.tensor(index, device="cpu")
+    )
+    payload[start:] = (bits.view(torch.int64) * _TO_BYTE) >> 56
+
+
+def _write_part(bits: Tensor, sequences: Sequence[Tensor], ks: Sequence[int]) -> None:
     steps = [(numbers >> k).add_(1) for numbers, k in zip(sequences, ks, strict=True)]
     bits.index_fill_(0, torch.cat(steps).cumsum(0).sub_(1), 1)
-    start = _low_bits_start(budget, sequences, ks)
+    start = len(bits) - sum(len(numbers) * k for numbers, k in zip(sequences, ks, strict=True))
     for numbers, k in zip(sequences, ks, strict=True):
         low, last = bits[start : start + len(numbers) * k], numbers.to(torch.uint8)
         for plane in range(k):
             torch.bitwise_and(last >> plane, 1, out=low.view(-1, k)[:, plane])
         start += len(numbers) * k
-    payload[HEADER_BYTES:] = (bits.view(torch.int64) * _TO_BYTE) >> 56
 
 
-def _low_bits_start(budget: int, sequences: Sequence[Tensor], ks: Sequence[int]) -> int:
-    return budget - sum(len(numbers) * k for numbers, k in zip(sequences, ks, strict=True))
-
-
-def _read(payload: Tensor) -> tuple[_Sent, Tensor]:
+def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
     """Return the code of a payload, and the means."""
-    budget = 8 * (len(payload) - HEADER_BYTES)
-    sent, above = section(payload, 0, 2, torch.int32).tolist()
-    ks = [*payload[16:18].tolist(), 0]
-    words = payload[HEADER_BYTES:].long()
+    start, ks = _start(numel), [*payload[8:10].tolist(), 0]
+    words, end = payload[start:].long(), 0
     bits = (((words & 0x7F) * _TO_BITS) & _LOW_BITS) | ((words >> 7) << 56)
     bits = bits.view(torch.uint8)
-    counts = [sent, above, above]
+    index = section(
+        payload, fmt.HEADER_BYTES, (start - fmt.HEADER_BYTES) // 4, torch.int32
+    ).tolist()
+    firsts, parts = [0], []
+    for part, (counts, stop) in enumerate(zip(index[::2], index[1::2], strict=True)):
+        sent, above = counts & 0xFFFF, counts >> 16 & 0xFFFF
+        gaps, strong_gaps, level = _read_part(bits[end:stop], [sent, above, above], ks)
+        places, strong = ((g + 1).cumsum(0).sub_(1) for g in (gaps >> 1, strong_gaps))
+        parts.append((places + part * fmt.PART, (gaps & 1).bool(), strong + firsts[-1], level))
+        firsts.append(firsts[-1] + sent)
+        end = stop
+    places, negative, strong, level = map(torch.cat, zip(*parts, strict=True))
+    first = torch.tensor(firsts, device=places.device)
+    code = _Sent(places, negative, strong, level.clamp_(max=fmt.LEVELS - 1), first)
+    return code, section(payload, 0, 2, torch.int32).clone()
+
+
+def _read_part(bits: Tensor, counts: Sequence[int], ks: Sequence[int]) -> list[Tensor]:
     quotients = _gaps(_places(bits.view(torch.bool))[: sum(counts)]).split(counts)
-    start = _low_bits_start(budget, quotients, ks)
+    start = len(bits) - sum(count * k for count, k in zip(counts, ks, strict=True))
     sequences = []
     for quotient, k in zip(quotients, ks, strict=True):
         low, numbers = bits[start : start + len(quotient) * k], quotient << k
@@ -351,7 +406,4 @@ def _read(payload: Tensor) -> tuple[_Sent, Tensor]:
             numbers += low.view(-1, k)[:, plane] << plane
         sequences.append(numbers)
         start += len(quotient) * k
-    first, second, level = sequences
-    places, strong = ((gaps + 1).cumsum(0).sub_(1) for gaps in (first >> 1, second))
-    code = _Sent(places, (first & 1).bool(), strong, level.clamp_(max=LEVELS - 1))
-    return code, section(payload, 8, 2, torch.float32).clone()
+    return sequences

@@ -29,6 +29,17 @@ def kernel(function: Any) -> Any:
 
 
 @triton.jit
+def get_bits(words, place, width, end, mask):
+    """Return values of `width` bits at places in int32 words that end at place `end`."""
+    word, shift = place >> 5, place & 31
+    low = tl.load(words + word, mask=mask & (place < end), other=0).to(tl.uint32, bitcast=True)
+    low = (low >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    is_cut = (shift + width > 32) & (place + width <= end)
+    rest = tl.load(words + word + 1, mask=mask & is_cut, other=0)
+    return (low | rest << 1 << (31 - shift)) & ((1 << width) - 1)
+
+
+@triton.jit
 def _bf16(x):
     """Round fp32 to bf16, as int32 in the lower half."""
     bits = x.to(tl.int32, bitcast=True)

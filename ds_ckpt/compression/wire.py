@@ -20,10 +20,10 @@ payloads:
                     one plane of codes. 3 bits: the low two bits of all codes, then the high bits
     topk            values[count] | places, uint8[k, blocks]: the row of an entry in its block.
                     values: fp32 | bf16 | int8, the last as bf16 scales[ceil(count / 64)] | int8
-    entropy_coded   segments of at most 2^20 entries, each 24 bytes of header and a Rice code:
-                    int32 entries sent, int32 entries above level 0, fp32 mean of level 0,
-                    fp32 unit of the other levels, uint8 k of the first and of the second
-                    sequence, zeros | unary parts from the front, low bits from the end
+    entropy_coded   segments of at most 2^20 entries: fp32 mean of level 0, fp32 level 1, uint8 k of
+                    the first and of the second sequence, zeros up to 16 bytes | of each part of
+                    2^15 entries uint16 entries sent, uint16 entries above level 0, int32 end of its
+                    code in bits | the parts' Rice codes: unary parts, low bits | zeros
 
 changes of resident weights, all-gathered or sent to replicas; a word has 32 bits, the first lowest:
     int64 bytes of the payload | int32 of each block: words, c << 16, mode << 24 | all blocks
@@ -39,7 +39,7 @@ Ranks compare it at attach.
 import torch
 from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 8
 """Payloads and the sections inside them start at multiples, so any dtype can be viewed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_ckpt.compression.triton_kernels import kernel
+from ds_ckpt.compression.triton_kernels import get_bits, kernel
 from ds_ckpt.weights import lossless_format
 
 BLOCK = tl.constexpr(lossless_format.BLOCK)
@@ -191,12 +191,7 @@ def decode(weights, headers, ends, words, places, numel: tl.int64, MANTISSA: tl.
         k = _low_bits(exponent, c)
         low_words = tl.maximum(size - _words(k), 0)
         at = tl.cumsum(k, axis=0) - k
-        word, shift = low_words + (at >> 5), at & 31
-        low = tl.load(words + word, mask=(k > 0) & (word < size), other=0)
-        low = low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
-        is_cut = (shift + k > 32) & (word + 1 < size)
-        rest = tl.load(words + word + 1, mask=is_cut, other=0) << 1 << (31 - shift)
-        low = (low.to(tl.int32, bitcast=True) | rest) & ((1 << k) - 1)
+        low = get_bits(words + low_words, at, k, 32 * (size - low_words), k > 0)
         z = (zeros << k) | low
         escaped = zeros == ESCAPE
         half = 2 * low_words - tl.cumsum(escaped.to(tl.int32), axis=0)

@@ -19,13 +19,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_accelerator import BESIDE, everything_of
 from test_codecs import KINDS, SCALES
-from test_codecs import gradient as of_kind
+from test_codecs import gradient as gradient_of
 from torch import Tensor
 
-from ds_ckpt.compression import Codec, Feedback, Quantize, TopK, fused
+from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, entropy_format, fused
 from ds_ckpt.compression.quantize import BLOCKS
 from ds_ckpt.compression.topk import VALUE_FORMATS, blocks_for, select_in_blocks
 from ds_ckpt.weights import lossless
+from tests.pretended_gpu import Gpu
 
 if os.environ.get("CI") != "true":  # there it is installed
     pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
@@ -63,7 +64,9 @@ def counted_bytes() -> Iterator[Counter[str]]:
 
         def counted(self: Any, *args: Any) -> Any:
             size = args[pointers].get_element_ty().primitive_bitwidth // 8
-            moved["bytes"] += times * size * len(numpy.unique(args[pointers].data[args[mask].data]))
+            moved["bytes"] += (
+                times * size * len(numpy.unique(args[pointers].data[args[mask].data != 0]))
+            )
             return call(self, *args)
 
         return counted
@@ -94,7 +97,7 @@ seeds = st.integers(0, 2**31)
 
 
 def gradient(numel: int, seed: int, scale: float = 1.0) -> Tensor:
-    return of_kind(KINDS[seed % len(KINDS)], numel, seed, scale)
+    return gradient_of(KINDS[seed % len(KINDS)], numel, seed, scale)
 
 
 def _packed(codec: Codec, values: Tensor, *, on: bool) -> tuple[Tensor, Tensor]:
@@ -180,6 +183,47 @@ def test_residuals_are_added_and_rounded_as_by_operators(numel, dtype, of, divis
     assert all(starmap(torch.equal, zip(*found, strict=True)))
 
 
+@pytest.mark.parametrize(
+    ("bits", "kind", "numel"),
+    [(1.0, "normal", 16_000), (1.0, "heavy tail", 1500), (0.05, "all octaves", 1030)]
+    # two segments of three parts; some of equally large ones; the code is longer than predicted
+    + [(0.33, "normal", 4300), (0.33, "constant", 1500), (0.33, "in clusters", 1500)]
+    + [
+        pytest.param(bits, kind, 2500, marks=pytest.mark.slow)
+        for bits in (0.33, 2)
+        for kind in KINDS
+    ],
+)
+def test_entropy_coding_is_bit_equal_to_the_operators_in_few_bytes_and_launches(
+    bits, kind, numel, monkeypatch
+) -> None:
+    """A number of launches that depends on nothing, without a host wait."""
+    from ds_ckpt.compression import entropy_kernels
+
+    for name, value in (("SEGMENT", 2200), ("PART", 1024), ("SAMPLE", 512)):
+        if numel < 16_000 or name == "SAMPLE":
+            monkeypatch.setattr(entropy_format, name, value)
+            constant = entropy_kernels.tl.constexpr(value)
+            monkeypatch.setattr(entropy_kernels, name, constant, raising=False)
+    codec, rows = EntropyCoded(bits=bits), 1 if numel == 16_000 else 2
+    values = torch.stack([gradient_of(kind, numel, seed) for seed in range(rows)])
+    values[:, 0] = torch.inf  # of a step that will be skipped
+    found = []
+    for on in (False, True):
+        left, into = values.clone(), torch.ones(numel)
+        payloads = torch.full((rows, codec.packed_bytes(numel)), 0xAA, dtype=torch.uint8)
+        found.append((payloads, left, into))
+        with kernels(on), counted_bytes() as moved, Gpu(plain=True).watched() as gpu:
+            codec.pack_rows(left, payloads)
+            codec.unpack_add_rows(payloads, into, 8.0)
+    assert all(starmap(torch.equal, zip(*found, strict=True)))
+    assert not gpu.waits
+    assert gpu.launches.pop("copy_")  # the interpreter's
+    assert (moved["launches"], gpu.launches.total()) == (7, 3)
+    zeros = payloads.numel() + values.numel() + 4 * entropy_format.BINS
+    assert moved["bytes"] + zeros < 40 * numel or rows > 1
+
+
 @given(st.integers(1, 3000), st.sampled_from([0.004, 0.01, 0.05, 0.3]), st.integers(1, 3), seeds)
 def test_maxima_of_blocks_are_those_of_the_operators(numel, density, shards, seed) -> None:
     blocks = blocks_for(numel, density)
@@ -204,10 +248,8 @@ def test_selected_values_and_their_residual_are_those_of_operators(
     codec, numel, seed, scale
 ) -> None:
     values = torch.stack([gradient(numel, seed + r, scale) for r in range(2)])
-    for wanted, got in zip(
-        _packed(codec, values, on=False), _packed(codec, values, on=True), strict=True
-    ):
-        assert torch.equal(wanted, got)
+    found = (_packed(codec, values, on=on) for on in (False, True))
+    assert all(starmap(torch.equal, zip(*found, strict=True)))
 
 
 @pytest.mark.parametrize("kernels", [(), (lossless._try_kernels,)])
@@ -221,24 +263,7 @@ def test_kernels_that_cannot_be_compiled_are_not_used(kernels, monkeypatch, capl
     fused.is_supported.cache_clear()
 
 
-MOST_INSTRUCTIONS = {
-    "pack, 3 bits": 520,
-    "pack, 2 bits": 660,
-    "unpack_add, 3 bits": 270,
-    "unpack_add, 2 bits": 205,
-    "unpack_add, 2 bits, contracted": 205,
-    "maxima": 1850,
-    "take_selected": 1050,
-    "add_gradient, int8": 245,
-    "add_gradient, bf16": 225,
-    "round_residual, int8": 235,
-    "round_residual, bf16": 115,
-    "lengths": 700,
-    "encode": 2350,
-    "find_ones": 480,
-    "decode": 1480,
-}
-"""Instructions of a warp, one of four for 1,024 entries; for maxima 8,192."""
+NARROW = ("maxima", "lengths", "take_selected", "coded sample", "coded add")
 
 
 def _compile(*what: str, cache: Path) -> Any:
@@ -254,18 +279,18 @@ def _compile(*what: str, cache: Path) -> Any:
 def test_kernels_compile_for_gpus_and_are_short(tmp_path: Path) -> None:
     """They compile to machine code on any machine; only a GPU shows that it is right."""
     found = _compile("80", "90", "100", cache=tmp_path)
-    assert len(found) == 3 * len(MOST_INSTRUCTIONS)
+    assert len(found) == 54
     for name, made in found.items():
         kernel = name.rpartition(", sm_")[0]
-        assert 80 < made["instructions"] <= MOST_INSTRUCTIONS[kernel], name
+        assert 80 < made["instructions"] <= made["most"], name
         least = 2 if kernel.startswith("round") else 4
-        assert made["wide"] >= least or kernel in ("maxima", "lengths", "take_selected"), name
+        assert made["wide"] >= least or kernel in NARROW, name
         # a product and a sum are two roundings, as in the operators
         assert (made["fma"] > 0) == ("contracted" in name), name
 
 
 def test_no_kernel_is_compiled_after_attach(tmp_path: Path) -> None:
-    assert _compile("steps", cache=tmp_path) == {"at attach": 22, "in steps": 0}
+    assert _compile("steps", cache=tmp_path) == {"at attach": 29, "in steps": 0}
 
 
 @pytest.mark.parametrize(
