@@ -1,19 +1,19 @@
 """About one bit per entry: a quantizer with a dead zone and a Rice code of its positions.
 
-Entries below a threshold t stay as residual. The others are sent as place, sign and level: level 0
-up to about 2.5 t, then two levels an octave. Level 0 decodes to the mean magnitude of its entries.
-A level above it decodes to its lower border plus the mean distance from there. The residual never
-has more energy than there was. At low rates such a quantizer with an entropy coder is near the
-rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
+Entries below a threshold t stay as residual. The others are sent as place, sign and level. Level 0
+reaches to about 2.5 t, then two levels span an octave. Level 0 decodes to the mean magnitude of its
+entries. A level above it decodes to its lower border plus the mean distance from there. The
+residual never has more energy than there was. At low rates such a quantizer with an entropy coder
+is near the rate-distortion bound (Sullivan, IEEE Trans. Inf. Theory 42, 1996).
 
 The bits of positive floats are ordered as the floats are. Thresholds, levels and bins are
 differences of those bits, and everything is counted in whole numbers. So operators and the kernels
 of `entropy_kernels` write the same bytes.
 
 A histogram of a sample predicts thresholds at which the code takes about the bits that there are.
-Taken is the lowest of them at which the code fits, counted. Of the entries between it and the next
-lower one as many are sent as still fit for sure, spread evenly. So the size depends on the number
-of entries alone, and there is no state.
+Taken is the lowest of them at which the code fits, counted. Entries between it and the next lower
+one are sent, spread evenly, as many as still fit for sure. So the size depends on the number of
+entries alone, and there is no state.
 
 The code is Rice's (Golomb 1966): a number v becomes v >> k zeros, a one, and its k low bits. Three
 sequences of numbers are coded:
@@ -183,9 +183,9 @@ def _start(numel: int) -> int:
 class _Sent:
     """Entries of a segment that are sent.
 
-    `places` (int64, ascending) and `negative` are of all; `strong` and `level` (minus 1) of those
-    with a level above 0, by number among the sent ones. `first` has the number of the first of each
-    part, and how many there are.
+    `places` (int64, ascending) and `negative` are of all. `strong` and `level` (minus 1) are of
+    those with a level above 0, by number among the sent ones. `first` has the number of the first
+    of each part, and how many there are.
     """
 
     places: Tensor

@@ -3,7 +3,7 @@
 Imported only if Triton is installed. They write the bytes that its operators write.
 
 `sample` and `guess` predict thresholds for a segment. `code` runs three times, a program for each
-part of a segment: it counts the bits for each threshold, then those for the entries that are sent,
+part of a segment. It counts the bits for each threshold, then those for the entries that are sent,
 then it writes them. `read` turns a part into a byte for each entry, and `add` adds what those bytes
 decode to. Numbers that the programs of a segment exchange are int32 or fp64:
 
