@@ -46,17 +46,14 @@ def test_figures_are_what_the_results_draw(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["figures.py"])
     figures.main()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn.keys() == written.keys()
-    for name, text in drawn.items():
-        assert text == written[name], f"draw {name} again: python benchmarks/figures.py"
+    assert drawn == written, "draw them again: python benchmarks/figures.py"
 
 
 def test_reference_pages_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     reference = importlib.import_module("reference")
     for name, made in (("keys.md", reference.keys()), ("commands.md", reference.commands())):
-        written = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert made == written, "write it again: python scripts/reference.py"
+        assert made == (ROOT / "docs" / name).read_text("utf-8"), "run python scripts/reference.py"
 
 
 def test_links_lead_somewhere_on_a_package_index() -> None:
@@ -103,8 +100,7 @@ def test_the_version_is_in_one_place_and_the_others_follow() -> None:
 
 def test_every_dependency_is_listed_with_its_licence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names alone: licences are those of the versions that were installed when it was written."""
-    page = (ROOT / "docs" / "licences.md").read_text()
-    listed = re.findall(r"^\| ([\w.-]+) \| [\w]+ \| ", page, re.M)
+    listed = re.findall(r"^\| ([\w.-]+) \| \w+ \| ", (ROOT / "docs/licences.md").read_text(), re.M)
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     licences = importlib.import_module("licences")
     wanted = [name for names in licences.requirements().values() for name in names]
@@ -171,7 +167,6 @@ def test_others_are_credited() -> None:
 
 def test_the_page_is_what_the_data_renders_to() -> None:
     judged = ledger.judge(CASES, CLAIMS)
-    assert ledger.page(THEMES, CASES, judged) == ledger.PAGE.read_text(encoding="utf-8"), (
-        "write it again: python benchmarks/claims.py"
-    )
+    written = ledger.PAGE.read_text(encoding="utf-8")
+    assert ledger.page(THEMES, CASES, judged) == written, "run python benchmarks/claims.py"
     assert {row.verdict for row in judged} <= set(ledger.VERDICTS)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -96,10 +97,6 @@ def _once(codes: list[Code]) -> list[Any]:
     return [pytest.param(code, id=str(code)) for code in sorted(first.values(), key=str)]
 
 
-def _in(language: str) -> list[Any]:
-    return _once([block for block in BLOCKS if block.language == language])
-
-
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader has it: the repository's files, and the reader's own."""
@@ -131,8 +128,7 @@ def _filled_in(command: str) -> str:
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"(?<![\w./]){name}(?![\w.])", value, command)
     if re.search(r"[*{]", command) and not re.search("[\"']", command):
-        done = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["bash", "-c", f"echo {command}"], text=True).strip()
     return command
 
 
@@ -144,7 +140,7 @@ def test_every_block_names_its_language() -> None:
             assert not typed, f"{block}: write bash behind the fence: {typed[0]}"
 
 
-@pytest.mark.parametrize("block", _in("json"))
+@pytest.mark.parametrize("block", _once([b for b in BLOCKS if b.language == "json"]))
 def test_json_is_a_configuration(block: Code) -> None:
     """All of a DeepSpeed file, or some of its keys."""
     text = block.text.strip()
@@ -157,7 +153,7 @@ def test_json_is_a_configuration(block: Code) -> None:
         parse({"zero_optimization": {"stage": 3}} | found)
 
 
-@pytest.mark.parametrize("block", _in("python"))
+@pytest.mark.parametrize("block", _once([b for b in BLOCKS if b.language == "python"]))
 def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     if block.page == guide.PAGE:
         with guide.registered() as method:
@@ -185,9 +181,8 @@ def test_a_command_can_be_typed(code: Code) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_in_sentences_can_be_typed(page: Path) -> None:
     for code in (c for c in NAMED if c.page == page):
-        text = code.text.removesuffix(" ...")
         try:
-            check_command(_filled_in(text), named=True)
+            check_command(_filled_in(code.text.removesuffix(" ...")), named=True)
         except (AssertionError, KeyError, StopIteration, OSError, UsageError) as error:
             pytest.fail(f"{code}: `{code.text}`: {error!r}")
 
@@ -215,9 +210,8 @@ def _run(command: str) -> str:
     env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = re.sub(r"^ds-ckpt", f"{sys.executable} -m ds_ckpt.cli", command)
     command = re.sub(r"^deepspeed", f"deepspeed --master_port={free_port()}", command)
-    done = subprocess.run(
-        ["bash", "-c", f"{command} 2>&1"], env=env, capture_output=True, text=True, timeout=280
-    )
+    shell = ["bash", "-c", f"{command} 2>&1"]
+    done = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -300,3 +294,14 @@ def test_files_and_tests_in_sentences_are_there() -> None:
         for one in {test, span.text} - {""}:
             if re.fullmatch(r"test_\w+", one):
                 assert one in tests, f"{span}: {one}"
+
+
+def test_sentences_of_docstrings_are_short() -> None:
+    """Indented lines are tables, formulas or fields. Colons and semicolons end no sentence."""
+    end = re.compile(r"(?<=[.!?])(?<!\.\.\.)(?<!et al\.)\s+|\n\s*\n|\n(?=- )")
+    for path in (ROOT / "ds_ckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                prose = re.sub("^ .*", "\n", inspect.cleandoc(str(node.value.value)), flags=re.M)
+                for sentence in end.split(prose):
+                    assert len(re.findall(r"\S*\w\S*", sentence)) <= 20, (path, sentence)
