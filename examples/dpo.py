@@ -1,6 +1,6 @@
 """DPO with trl and LoRA; the reference is the model without adapters.
 
-    pip install trl
+    pip install "ds_ckpt[trainers]"
     deepspeed --num_gpus 2 examples/dpo.py --steps 60
 
 trl requests checkpointing itself, and switches it off around the reference's forward: the policy of
