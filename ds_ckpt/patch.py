@@ -1,7 +1,8 @@
 """Attributes set on live objects, each recorded so that it can be restored exactly.
 
-The only way in which this package changes an object that it does not own. Start-up code, which
-other environments run without the package, replaces `deepspeed.initialize` itself.
+The only way in which this package replaces methods, functions and settings that it does not own.
+`zero3` also writes state of DeepSpeed: gradients, weights, their status. Start-up code, which other
+environments run without the package, replaces `deepspeed.initialize` itself.
 """
 
 import copy

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_ckpt.errors import log
-from ds_ckpt.patch import Patches
+from ds_ckpt.patch import Patches, patched
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3.compatibility import Reduce, SkipDecision, check_identity, wrap_skip_decision
 
@@ -161,12 +161,8 @@ class GradientHook:
         ) -> list[torch.Tensor]:
             return self.reduce_bucket(params, tensors, group, lambda ts: deepspeeds(ts, group))
 
-        with _reduction:
-            stage3.reduce_scatter_coalesced = reduce_scatter_coalesced
-            try:
-                return avg_scatter()
-            finally:
-                stage3.reduce_scatter_coalesced = deepspeeds
+        with _reduction, patched(stage3, "reduce_scatter_coalesced", reduce_scatter_coalesced):
+            return avg_scatter()
 
     def reduce_bucket(
         self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, theirs: Reduce

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_ckpt.compression.base import on_host
 from ds_ckpt.errors import log
-from ds_ckpt.patch import Patches
+from ds_ckpt.patch import Patches, patched
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.weights import changes
 from ds_ckpt.weights.changes import ChangeCodec, NodeLayout
@@ -119,14 +119,12 @@ class WeightsHook:
         self._steps = 0
         self._written: Any = None
         """Event on an accelerator: the last write to the secondary partition."""
-        self._prefetch = 0
-        """DeepSpeed's setting: a gather ahead of need would wait for all chunks."""
         self._loads = 0
         self._is_doubtful = False
         """A load has raised; owners' shards may have been written."""
         self._is_wrong = False
         """A change did not fit this rank's copy."""
-        self._patches = Patches()
+        self._patches, self._while_in_flight = Patches(), Patches()
         self.attach()
 
     def attach(self) -> None:
@@ -185,12 +183,13 @@ class WeightsHook:
             "num_param_groups": layout.nodes,
             "rank_in_group": layout.rank % layout.local,
         }
-        before = {name: getattr(maker, name) for name in ours}
-        vars(maker).update(ours)
+        patches = Patches()
+        for name, value in ours.items():
+            patches.set(maker, name, value)
         try:
             yield
         finally:
-            vars(maker).update(before)
+            patches.undo()
 
     def _install(self) -> None:
         optimizer, patches, layout = self._optimizer, self._patches, self.layout
@@ -227,12 +226,9 @@ class WeightsHook:
         if self._has_stepped:  # false for a skipped step
             self._has_stepped = False
             self._send()
-        optimizer = self._optimizer
-        small, optimizer.persistent_parameters = optimizer.persistent_parameters, []
-        try:
+        small = self._optimizer.persistent_parameters
+        with patched(self._optimizer, "persistent_parameters", []):
             post_step()  # would gather them between nodes
-        finally:
-            optimizer.persistent_parameters = small
         if small:
             with _unrounded(small):
                 small[0].all_gather_coalesced(small).wait()
@@ -339,8 +335,8 @@ class WeightsHook:
             self._transfer.start(packets, is_fixed_size=self.codec.is_fixed_size)
         self._record_writes()
         if self._transfer.is_active:
-            self._prefetch = getattr(self._coordinator, _PREFETCH)
-            setattr(self._coordinator, _PREFETCH, 0)
+            # a gather ahead of need would wait for all chunks
+            self._while_in_flight.set(self._coordinator, _PREFETCH, 0)
         self._steps += 1
 
     def _encode(self, chunk: Sequence[ParamShard]) -> Tensor:
@@ -382,7 +378,7 @@ class WeightsHook:
             self._decode(chunk, packets)
         self._record_writes()
         if not self._transfer.is_active:
-            setattr(self._coordinator, _PREFETCH, self._prefetch)
+            self._while_in_flight.undo()
 
     def _decode(self, chunk: Sequence[ParamShard], packets: Mapping[int, Tensor]) -> None:
         for owner, packet in packets.items():
@@ -433,6 +429,7 @@ class WeightsHook:
 
     def drop(self) -> None:
         """Drop the secondary partition without waiting for chunks in flight."""
+        self._while_in_flight.undo()
         self._patches.undo()
         for param in self._params:
             param.ds_secondary_tensor = None

@@ -319,6 +319,7 @@ class _Host:
         self.sent_before = self.gpu.seen[self.comm].get(self.comm, 0)
         self.optimizer._reassign_or_swap_out_partitioned_parameters(0)
         self.gather_hook.around_post_step(lambda: None)
+        assert [*vars(self.hook._coordinator).values()] == [0], "prefetches while in flight"
         self.moved = self.gpu.moved[self.gpu.current_stream()]
         self.awaited = [self._awaited()]
 
@@ -409,6 +410,7 @@ def test_weights_between_hosts_are_ordered(codec: Any, monkeypatch: pytest.Monke
     lengths, needed = int(codec is Lossless), hosts[0].hook._chunk_of
     for host in hosts:
         assert host.awaited == [lengths, *(lengths + 1 + needed[p.ds_id] for p in host.params)]
+        assert [*vars(host.hook._coordinator).values()] == [1], "prefetches again"
     assert [host.gpu.findings for host in hosts] == [[], []]
     # every host keeps what the owners have
     for mine, theirs in zip(hosts[0].params, hosts[1].params, strict=True):
