@@ -47,10 +47,14 @@ class Unit:
 class RecomputePolicy(Section):
     """A policy. Its fields are the keys of the section that belong to it.
 
-    `of_parts`: `"modules"` without rules names the parts of blocks themselves.
+    Attributes:
+        name: name in the configuration.
+        about: what it recomputes: one clause for the schema.
+        of_parts: `"modules"` without rules names the parts of blocks themselves.
     """
 
     name: ClassVar[str]
+    about: ClassVar[str]
     of_parts: ClassVar[bool] = False
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
@@ -72,9 +76,11 @@ _AnyPolicy = TypeVar("_AnyPolicy", bound=RecomputePolicy)
 
 
 def register_policy(policy: type[_AnyPolicy]) -> type[_AnyPolicy]:
-    """Register a policy under its name (a class decorator); ValueError if the name is taken."""
+    """Register a policy under its name (a class decorator); ValueError if it cannot be."""
     if policy.name in POLICIES or policy.name in PLANNED:
         raise ValueError(f'there is a policy "{policy.name}" already')
+    if not getattr(policy, "about", ""):
+        raise ValueError(f'policy "{policy.name}" lacks about: one clause for the schema')
     POLICIES[policy.name] = policy
     return policy
 
@@ -162,11 +168,13 @@ def _matches(match: str, index: int, name: str) -> bool:
 @register_policy
 class _None(RecomputePolicy):
     name = "none"
+    about = "plain execution"
 
 
 @register_policy
 class _Block(RecomputePolicy):
     name = "block"
+    about = "every block"
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,)) for block in blocks]
@@ -175,6 +183,7 @@ class _Block(RecomputePolicy):
 @register_policy
 class _Offload(RecomputePolicy):
     name = "offload"
+    about = "nothing; saved tensors of blocks go to host memory and come back ahead of backward"
 
     def units(self, blocks: Sequence[Block], where: str) -> list[Unit]:
         return [Unit((block,), offloads=True) for block in blocks]
@@ -199,6 +208,7 @@ class _Parts(RecomputePolicy):
 @register_policy
 class _Attention(_Parts):
     name = "attention"
+    about = "attention of every block"
 
     def chains(self, block: Block) -> list[list[Part]]:
         return [[part] for part in attention_parts(block.name, block.module)]
@@ -207,6 +217,7 @@ class _Attention(_Parts):
 @register_policy
 class _Mlp(_Parts):
     name = "mlp"
+    about = "the MLP of every block"
 
     def chains(self, block: Block) -> list[list[Part]]:
         return mlp_parts(block.name, block.module)
@@ -215,6 +226,7 @@ class _Mlp(_Parts):
 @register_policy
 class _EveryN(RecomputePolicy):
     name = "every_n"
+    about = "some blocks"
     every_n: int = Field(
         default=2,
         ge=2,
@@ -232,6 +244,7 @@ class _EveryN(RecomputePolicy):
 @register_policy
 class _Segments(RecomputePolicy):
     name = "segments"
+    about = "several blocks in one recomputation"
     segment_size: Annotated[
         Annotated[int, Field(ge=2)] | Literal["sqrt"] | None,
         Expects('a whole number, 2 or more, or "sqrt"', "4"),
@@ -295,6 +308,7 @@ def _names(value: Any) -> Any:
 @register_policy
 class _Selective(RecomputePolicy):
     name = "selective"
+    about = "blocks, but results of chosen operators are kept"
     save_ops: Annotated[
         tuple[Name, ...],
         Field(min_length=1),

@@ -1,6 +1,6 @@
 """The section `ds_ckpt.activation`: which activations are recomputed, and at what cost."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -43,15 +43,7 @@ class ActivationRuleConfig(_WithPolicy):
 class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
     """Activation checkpointing: keep few activations, recompute or fetch the others."""
 
-    policy: str = Field(
-        "none",
-        description='Recomputed modules. "block": every block. "attention", "mlp": these parts of '
-        'every block. "every_n": some blocks. "segments": several blocks in one recomputation. '
-        '"selective": blocks, but results of chosen operators are kept. "offload": nothing; saved '
-        'tensors of blocks go to host memory and come back ahead of backward. "budget": the plan '
-        'within budget_gib that costs the least time. "auto": the same, for budget_gib or for 90% '
-        'of the free memory. Default: "block" if the section activation_checkpointing is present.',
-    )
+    policy: str = "none"
     modules: Annotated[
         tuple[Name, ...] | None,
         Field(min_length=1),
@@ -133,6 +125,17 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"
         return words + rules + self.describe_input_storage()
+
+
+def policy_field() -> Any:
+    """Return the `Field` of `policy`, with a description of the policies registered now."""
+    about = " ".join(f'"{name}": {policy.about}.' for name, policy in POLICIES.items())
+    return Field(
+        "none",
+        description=f'Recomputed modules. {about} "budget": the plan within budget_gib that costs '
+        'the least time. "auto": the same, for budget_gib or for 90% of the free memory. Default: '
+        '"block" if the section activation_checkpointing is present.',
+    )
 
 
 def activation_policy(config: ActivationConfig) -> Policy:

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from ds_ckpt.activation.policies import POLICIES, policy_names, setting_fields
 from ds_ckpt.compression import Method, methods
-from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig
+from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig, policy_field
 from ds_ckpt.config.compression import CompressionConfig, with_methods
 from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive, section
 
@@ -134,7 +134,7 @@ def _build(
     names = policy_names()
     activation = derive(
         ActivationConfig,
-        policy=Literal[names],
+        policy=(Literal[names], policy_field()),
         rules=tuple[rule, ...],  # type: ignore[valid-type]
         **settings,
     )

@@ -151,7 +151,7 @@ def test_operators_that_cannot_be_saved_are_refused(name: str, word: str) -> Non
 def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
     """One file and one registration; configuration, rules, plan, planner and profile read it."""
     from ds_ckpt.activation import policies, register_policy
-    from ds_ckpt.config import parse
+    from ds_ckpt.config import json_schema, parse
     from ds_ckpt.config.activation import activation_policy
 
     def read(**activation: Any) -> Any:
@@ -166,6 +166,7 @@ def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
     try:
         config = read(policy="first_part", share=0.5)
         assert config.summary() == "checkpointing first_part 50%"
+        assert '"first_part": the first blocks. "budget"' in str(json_schema())
         with pytest.raises(ConfigError, match=r'save_ops: found \["matmuls"\]'):
             read(policy="first_part", save_ops="matmuls")
         with pytest.raises(ConfigError, match=r"share: found 0.5\n    why: ignored while"):
