@@ -104,6 +104,7 @@ class Method(Section):
         sparse: method for embeddings with many rows, of which a batch touches few, unless a rule
             decides otherwise.
         presets: settings that `ds-ckpt measure` has a name for: sections by name.
+        titles: display names of presets; default: the name.
     """
 
     name: ClassVar[str]
@@ -113,6 +114,7 @@ class Method(Section):
     least_dims: ClassVar[int] = 1
     sparse: ClassVar[str | None] = None
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    titles: ClassVar[Mapping[str, str]] = {}
 
     def build(self) -> Compressor | None:
         """Return the compressor of these settings; None: tensors are sent uncompressed."""

@@ -47,6 +47,7 @@ class PowerSGD(Method):
     least_dims = 2
     sparse = "topk"
     presets = {"powersgd": {"powersgd": {"rank": 4}}}
+    titles = {"powersgd": "PowerSGD rank 4"}
     removed = {
         "alternate": Removed(
             "both factors are sent in every step", "remove it; lower rank", constant=False

@@ -53,6 +53,7 @@ class Quantize(Method, Codec):
     about = "every entry in 8, 4, 3 or 2 bits; more bytes and a smaller error"
     example = '{"bits": 3}'
     presets = {f"{bits}bit": {"quantize": {"bits": bits}} for bits in (4, 3, 2)}
+    titles = {f"{bits}bit": f"{bits}-bit quantization" for bits in (4, 3, 2)}
     removed = {
         "rotated": Removed(
             "rotated values trained no better", "remove it; write more bits", constant=False

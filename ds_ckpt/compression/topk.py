@@ -46,6 +46,7 @@ class TopK(Method, Codec):
     about = "the largest entries only; fewer bytes, and it costs loss"
     example = '{"density": 0.01}'
     presets = {"topk": {"topk": {"density": 0.01, "values": "int8"}}}
+    titles = {"topk": "Top-K 1%"}
     removed = {
         "offsets": Removed("the places of entries are bytes", "remove it", constant="bytes"),
         "selection": Removed('only "blocks" is left', "remove it", constant="blocks"),

@@ -57,9 +57,6 @@ SHAPE: dict[str, int] = {
 BUCKETS = 8
 """Approximate number of buckets per backward; DeepSpeed's default size would give one."""
 Where = Literal["emulated", "hostfile", "loopback"]
-_TITLES = {"topk": "Top-K 1%", "powersgd": "PowerSGD rank 4"} | {
-    f"{bits}bit": f"{bits}-bit quantization" for bits in (4, 3, 2)
-}
 
 
 @dataclass(frozen=True, order=True)
@@ -200,7 +197,7 @@ def link(rate_mbit: float | None) -> str:
 def title(exchange: str) -> str:
     """Return a method's display name, with its weight placement."""
     method, _, weights = exchange.partition("/")
-    method = _TITLES.get(method, method)
+    method = next((k.titles[method] for k in methods().values() if method in k.titles), method)
     resident = " resident weights" * (weights in WEIGHTS)
     return f"{method} with {weights}{resident}" if weights else method
 
