@@ -345,65 +345,85 @@ def _means(values: Tensor, magnitude: Tensor, code: _Sent, threshold: int) -> Te
 
 
 def _write(payload: Tensor, code: _Sent, ks: Sequence[int], means: Tensor) -> None:
-    sent, above = code.counts()
-    start = fmt.HEADER_BYTES + fmt.PART_BYTES * len(sent)
-    bits, end, index = payload.new_zeros(8 * (len(payload) - start)), 0, []
-    parts = [s.split(c) for s, c in zip(code.sequences, (sent, above, above), strict=True)]
-    for numbers in zip(*parts, strict=True):
-        begin, end = end, end + sum(_lengths(numbers, ks))
-        _write_part(bits[begin:end], numbers, ks)
-        index += [len(numbers[0]) | len(numbers[1]) << 16, end]
+    parts = list(zip(*code.counts(), strict=True))
+    start, lows = fmt.HEADER_BYTES + fmt.PART_BYTES * len(parts), _low_sizes(parts, ks)
+    bits = payload.new_zeros(8 * (len(payload) - start))
+    steps = [(numbers >> k).add_(1) for numbers, k in zip(code.sequences, ks, strict=True)]
+    split = [s.split([p[min(i, 1)] for p in parts]) for i, s in enumerate(steps)]
+    unary = torch.cat([piece for part in zip(*split, strict=True) for piece in part]).cumsum(0)
+    numbers = torch.tensor([0, *(sent + 2 * above for sent, above in parts)]).cumsum(0)
+    ends = torch.nn.functional.pad(unary, (1, 0))[numbers.to(unary.device)].tolist()
+    bits.index_fill_(0, unary.sub_(1).add_(_low_bits_before(parts, lows, unary.device)), 1)
+    index, low = [], [_planes(n, k) for n, k in zip(code.sequences[:2], ks[:2], strict=True)]
+    of_parts = [n.split([p[i] * ks[i] for p in parts]) for i, n in enumerate(low)]
+    written = 0
+    for part, first, second in zip(range(len(parts)), *of_parts, strict=True):
+        written += lows[part]
+        end = ends[part + 1] + written
+        torch.cat([first, second], out=bits[end - lows[part] : end])
+        index += [parts[part][0] | parts[part][1] << 16, end]
     payload[:start] = 0
     section(payload, 0, 2, torch.int32).copy_(means)
     payload[8:10] = torch.tensor(ks[:2], dtype=torch.uint8, device="cpu")
-    section(payload, fmt.HEADER_BYTES, len(index), torch.int32).copy_(
-        torch.tensor(index, device="cpu")
-    )
+    table = section(payload, fmt.HEADER_BYTES, len(index), torch.int32)
+    table.copy_(torch.tensor(index, device="cpu"))
     payload[start:] = (bits.view(torch.int64) * _TO_BYTE) >> 56
 
 
-def _write_part(bits: Tensor, sequences: Sequence[Tensor], ks: Sequence[int]) -> None:
-    steps = [(numbers >> k).add_(1) for numbers, k in zip(sequences, ks, strict=True)]
-    bits.index_fill_(0, torch.cat(steps).cumsum(0).sub_(1), 1)
-    start = len(bits) - sum(len(numbers) * k for numbers, k in zip(sequences, ks, strict=True))
-    for numbers, k in zip(sequences, ks, strict=True):
-        low, last = bits[start : start + len(numbers) * k], numbers.to(torch.uint8)
-        for plane in range(k):
-            torch.bitwise_and(last >> plane, 1, out=low.view(-1, k)[:, plane])
-        start += len(numbers) * k
+def _low_sizes(parts: Sequence[tuple[int, int]], ks: Sequence[int]) -> list[int]:
+    """Return the low bits of each part."""
+    return [sent * ks[0] + above * ks[1] for sent, above in parts]
+
+
+def _low_bits_before(
+    parts: Sequence[tuple[int, int]], lows: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return for each number, part after part, the low bits of earlier parts."""
+    before = torch.tensor([0, *lows[:-1]], device=device).cumsum(0)
+    numbers = torch.tensor([sent + 2 * above for sent, above in parts], device=device)
+    return before.repeat_interleave(numbers)
+
+
+def _planes(numbers: Tensor, k: int) -> Tensor:
+    """Return the low bits of numbers, one after another."""
+    shifts = torch.arange(k, dtype=torch.uint8, device=numbers.device)
+    return (numbers.to(torch.uint8)[:, None] >> shifts).bitwise_and_(1).view(-1)
 
 
 def _read(payload: Tensor, numel: int) -> tuple[_Sent, Tensor]:
     """Return the code of a payload, and the means."""
-    start, ks = _start(numel), [*payload[8:10].tolist(), 0]
-    words, end = payload[start:].long(), 0
+    start, ks = _start(numel), payload[8:10].tolist()
+    words = payload[start:].long()
     bits = (((words & 0x7F) * _TO_BITS) & _LOW_BITS) | ((words >> 7) << 56)
     bits = bits.view(torch.uint8)
-    index = section(
-        payload, fmt.HEADER_BYTES, (start - fmt.HEADER_BYTES) // 4, torch.int32
-    ).tolist()
-    firsts, parts = [0], []
-    for part, (counts, stop) in enumerate(zip(index[::2], index[1::2], strict=True)):
-        sent, above = counts & 0xFFFF, counts >> 16 & 0xFFFF
-        gaps, strong_gaps, level = _read_part(bits[end:stop], [sent, above, above], ks)
-        places, strong = ((g + 1).cumsum(0).sub_(1) for g in (gaps >> 1, strong_gaps))
-        parts.append((places + part * fmt.PART, (gaps & 1).bool(), strong + firsts[-1], level))
-        firsts.append(firsts[-1] + sent)
-        end = stop
-    places, negative, strong, level = map(torch.cat, zip(*parts, strict=True))
-    first = torch.tensor(firsts, device=places.device)
-    code = _Sent(places, negative, strong, level.clamp_(max=fmt.LEVELS - 1), first)
+    table = section(payload, fmt.HEADER_BYTES, (start - fmt.HEADER_BYTES) // 4, torch.int32)
+    index = table.tolist()
+    parts = [(n & 0xFFFF, n >> 16 & 0xFFFF) for n in index[::2]]
+    lows = _low_sizes(parts, ks)
+    low_bits = torch.cat([bits[end - n : end] for n, end in zip(lows, index[1::2], strict=True)])
+    for n, end in zip(lows, index[1::2], strict=True):
+        bits[end - n : end] = 0
+    ones = _places(bits.view(torch.bool))
+    ones -= _low_bits_before(parts, lows, ones.device)
+    sizes = [n for sent, above in parts for n in (sent, above, above)]
+    split = _gaps(ones).split(sizes)
+    gaps, strong_gaps, level = (torch.cat(split[i::3]) for i in range(3))
+    split = low_bits.split([n * k for part in parts for n, k in zip(part, ks, strict=True)])
+    for numbers, low, k in zip((gaps, strong_gaps), (split[::2], split[1::2]), ks, strict=True):
+        numbers <<= k
+        planes = torch.cat(low).view(-1, k) if k else low_bits[:0]
+        for plane in range(k):
+            numbers += planes[:, plane] << plane
+    sent, above = torch.tensor(parts, device=ones.device).unbind(1)
+    first = torch.nn.functional.pad(sent.cumsum(0), (1, 0))
+    places = _from_gaps(gaps >> 1, sent, torch.arange(0, numel, fmt.PART, device=ones.device))
+    strong = _from_gaps(strong_gaps, above, first[:-1])
+    code = _Sent(places, (gaps & 1).bool(), strong, level.clamp_(max=fmt.LEVELS - 1), first)
     return code, section(payload, 0, 2, torch.int32).clone()
 
 
-def _read_part(bits: Tensor, counts: Sequence[int], ks: Sequence[int]) -> list[Tensor]:
-    quotients = _gaps(_places(bits.view(torch.bool))[: sum(counts)]).split(counts)
-    start = len(bits) - sum(count * k for count, k in zip(counts, ks, strict=True))
-    sequences = []
-    for quotient, k in zip(quotients, ks, strict=True):
-        low, numbers = bits[start : start + len(quotient) * k], quotient << k
-        for plane in range(k):
-            numbers += low.view(-1, k)[:, plane] << plane
-        sequences.append(numbers)
-        start += len(quotient) * k
-    return sequences
+def _from_gaps(gaps: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
+    """Return the places after gaps, which begin anew at the start of each part."""
+    ends = (gaps + 1).cumsum(0)
+    before = torch.nn.functional.pad(ends, (1, 0))[counts.cumsum(0) - counts]
+    return ends.sub_(1).add_((starts - before).repeat_interleave(counts))
