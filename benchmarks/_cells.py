@@ -29,7 +29,7 @@ from ds_ckpt.zero3.weights_hook import forget_hpz
 if TYPE_CHECKING:
     from ds_ckpt.lab.hosts.emulated import EmulatedHosts
 
-STOCK, CEILING = "stock", "nothing sent"
+STOCK, CEILING = workload.STOCK, "nothing sent"
 ONCE = {"when": "accumulation_boundary"}
 METHODS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
@@ -88,8 +88,6 @@ GATHERED_TWICE = {
     "stage3_prefetch_bucket_size": 0,
 }
 """`zero_optimization` of a model larger than memory: backward gathers weights again."""
-BUCKETS = 8
-"""Buckets that a backward has, about: DeepSpeed's own size would put every gradient into one."""
 
 
 class NoChange:
@@ -174,7 +172,7 @@ def start(
     `build`.
     """
     model = build(shape, lora_rank)
-    bucket = -(-workload.count_parameters(model) // BUCKETS)
+    bucket = -(-workload.count_parameters(model) // workload.BUCKETS)
     plugin: dict[str, Any] = {"telemetry": {"enabled": True}} if count else {}
     if policy != "none":
         plugin["activation"] = {"policy": policy}

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from step_time import _ask_for, set_rate
 
 from ds_ckpt.lab.hosts.backends import INTERFACE
+from ds_ckpt.lab.workload import BUCKETS
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 HOSTS, TOKENS = 2, 128
@@ -269,7 +270,7 @@ class Predictor:
             row["accumulation"],
             2,
             how,
-            bucket=-(-model.elements // _cells.BUCKETS),
+            bucket=-(-model.elements // BUCKETS),
             prefetch=0,
             weights=resident,
             update_s=rates["update_s"] * model.elements / processes,

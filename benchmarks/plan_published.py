@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from plan_tables import zeropp
 
-from ds_ckpt.lab.estimate.methods import STOCK, PlanMethod
+from ds_ckpt.lab.estimate.methods import PlanMethod
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.search import NEEDED, ZERO3, PlanOption, Question, Search, Setting
 from ds_ckpt.lab.estimate.simulate import Weights
 from ds_ckpt.lab.hosts.hardware import Hardware
 from ds_ckpt.lab.subject import Sizes
+from ds_ckpt.lab.workload import STOCK
 
 FMS = "foundation-model-stack/fms-fsdp, README"
 TITAN = "pytorch/torchtitan, docs/performance.md"

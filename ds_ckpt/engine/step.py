@@ -20,9 +20,8 @@ from ds_ckpt.exchange.exchange import AllToAllExchange, Bucket
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.method_rules import Choose, ExchangeSettings
 from ds_ckpt.exchange.transport import InHostSum, Transport
+from ds_ckpt.zero3.compatibility import Reduce
 
-Reduce = Callable[[list[Tensor]], list[Tensor]]
-"""A bucket's full gradients to this rank's shards."""
 ReductionMode = Literal["compressed", "uncompressed", "deepspeed"]
 
 

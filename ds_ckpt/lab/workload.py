@@ -24,6 +24,12 @@ from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 
 VOCAB_SIZE = 256
 """Bytes are the tokens."""
+STOCK, DENSE = "stock", "dense"
+"""Gradients that are reduced by DeepSpeed, and exchanged uncompressed by this plugin."""
+RESIDENT = {"whole": "none", "lossless": "lossless"}
+"""Placements of resident weights, with their `deltas`."""
+BUCKETS = 8
+"""Approximate number of buckets per backward; DeepSpeed's default size would give one."""
 
 HELDOUT_SHARE = 0.1
 _MIN_PIECES = 20

@@ -59,7 +59,7 @@ class Counters:
 
     Attributes:
         gathers: all-gathers of a parameter, by DeepSpeed's `ds_id`.
-        is_on_another_node: returns whether a rank is on another node; None counts no far bytes.
+        crosses_host: returns whether a rank is on another node; None counts no far bytes.
         far_bytes: part of `bytes_sent` that goes to other nodes.
     """
 
@@ -67,7 +67,7 @@ class Counters:
     gathers: Counter[int] = field(default_factory=Counter)
     spans: Spans | None = None
     default: Purpose = Purpose.OTHER
-    is_on_another_node: Callable[[int], bool] | None = None
+    crosses_host: Callable[[int], bool] | None = None
     far_bytes: Counter[Purpose] = field(default_factory=Counter)
     _local: threading.local = field(default_factory=threading.local)
     _lock: threading.Lock = field(default_factory=threading.Lock)

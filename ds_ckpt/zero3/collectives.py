@@ -69,11 +69,9 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
             to[(me + 1) % world] = sent_bytes(op, size, world, torch_dist.get_backend(group))
         for counters in _listeners:
             far = 0
-            if counters.is_on_another_node is not None:
+            if counters.crosses_host is not None:
                 members = torch_dist.get_process_group_ranks(group)
-                far = sum(
-                    n for p, n in zip(members, to, strict=True) if counters.is_on_another_node(p)
-                )
+                far = sum(n for p, n in zip(members, to, strict=True) if counters.crosses_host(p))
             counters.sent(sum(to), far)
         return result
 

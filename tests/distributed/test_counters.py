@@ -112,7 +112,7 @@ def test_nothing_is_counted_that_stays_in_a_process() -> None:
 def test_bytes_to_other_hosts_are_counted_apart() -> None:
     """Two hosts of two: of a ring the last of each host sends out, of an all-to-all everybody."""
     rank = dist.get_rank()
-    counters, found = Counters(is_on_another_node=lambda other: other // 2 != rank // 2), {}
+    counters, found = Counters(crosses_host=lambda other: other // 2 != rank // 2), {}
     with _listening(counters):
         for name, call in _calls(100).items():
             before = counters.snapshot()

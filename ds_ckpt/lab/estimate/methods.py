@@ -28,10 +28,11 @@ from ds_ckpt.lab.estimate.memory_model import (
 )
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import GradientTimes, Machine, Weights
+from ds_ckpt.lab.workload import DENSE, RESIDENT, STOCK
 from ds_ckpt.telemetry.counters import sent_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker
 
-STOCK, DENSE, DENSE_ONCE = "stock", "dense", "dense, once a step"
+DENSE_ONCE = f"{DENSE}, once a step"
 _SAMPLE = 1 << 16
 """Elements that the traffic of coding is counted on."""
 _LOW_RANK_BYTES = (40.0, 20.0)
@@ -44,8 +45,6 @@ LOSSLESS_S = 17e-9
 """Seconds to encode an element, and to decode it, on one CPU core (`lossless_bits.py`)."""
 _LOSSLESS_BYTES = 40.0
 """Memory traffic of the same on an accelerator, the limit that test_lossless.py counts."""
-RESIDENT = {"whole": "none", "lossless": "lossless"}
-"""Ways to send changes of resident weights, with their `deltas`."""
 
 
 @dataclass(frozen=True, eq=False)

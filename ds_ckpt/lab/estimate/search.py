@@ -23,8 +23,6 @@ from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters, States, esti
 from ds_ckpt.lab.estimate.methods import (
     LOSSLESS_BITS,
     LOSSLESS_S,
-    RESIDENT,
-    STOCK,
     PlanMethod,
     gradients,
     methods,
@@ -42,6 +40,7 @@ from ds_ckpt.lab.estimate.simulate import (
     simulate,
 )
 from ds_ckpt.lab.hosts.hardware import Cluster, Constant
+from ds_ckpt.lab.workload import BUCKETS, RESIDENT, STOCK
 from ds_ckpt.telemetry.units import GIB
 
 NEEDED = (
@@ -63,8 +62,6 @@ OWN_FIGURES = (
     Constant("memory traffic of AdamW, bytes per element", UPDATE_BYTES, "guess: counted by hand"),
     Constant("memory of a node for offloaded tensors, bytes", HOST_BYTES, "guess"),
 )
-BUCKETS = 8
-"""Least number of buckets in a backward, or nothing would be hidden."""
 SMALLER_BUCKETS = (1, 4, 16)
 """Divisors of the bucket that are tried as long as memory is short."""
 ZERO1, ZERO2, ZERO3, HPZ = "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ"

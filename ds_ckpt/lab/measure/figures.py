@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ds_ckpt.lab.measure.samples import COMPUTE
-from ds_ckpt.lab.measure.spec import DENSE, NO_COMM, STOCK, Configuration
+from ds_ckpt.lab.measure.spec import NO_COMM, Configuration
+from ds_ckpt.lab.workload import DENSE, STOCK
 from ds_ckpt.telemetry.units import MB, number
 
 Of = TypeVar("Of")

@@ -16,7 +16,7 @@ from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Figure, Row
 from ds_ckpt.lab.measure.findings import ComparisonRow, Findings, byte_notes, find, headline
 from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import DENSE, SPEC, Configuration, Spec, link, title
+from ds_ckpt.lab.measure.spec import SPEC, Configuration, Spec, link, title
 from ds_ckpt.lab.measure.trials import read_runs
 from ds_ckpt.lab.report.charts import Band, Line, Lines, Rows
 from ds_ckpt.lab.report.document import (
@@ -29,6 +29,7 @@ from ds_ckpt.lab.report.document import (
     ReportSection,
     Table,
 )
+from ds_ckpt.lab.workload import DENSE
 
 FORMAT = "ds_ckpt measure 5"
 MAX_SHARE = 2.0

@@ -20,10 +20,10 @@ from pydantic import TypeAdapter
 from ds_ckpt.activation.policies import policy_names
 from ds_ckpt.compression import methods
 from ds_ckpt.errors import ConfigError, Problem, StateError
-from ds_ckpt.lab.workload import llama
+from ds_ckpt.lab.workload import BUCKETS, DENSE, RESIDENT, STOCK, llama
 
 SPEC = "spec.json"
-STOCK, DENSE, NO_COMM = "stock", "dense", "no_comm"
+NO_COMM = "no_comm"
 METHODS: dict[str, dict[str, Any]] = {
     STOCK: {},
     DENSE: {"method": "dense"},
@@ -36,8 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
     STOCK: {},
-    "whole": {"resident": True, "deltas": "none"},
-    "lossless": {"resident": True, "deltas": "lossless"},
+    **{name: {"resident": True, "deltas": deltas} for name, deltas in RESIDENT.items()},
 }
 BASELINES: dict[str, dict[str, Any]] = {"hpz": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
 """Changes of `zero_optimization`; hpZ's partition size is the number of processes per node."""
@@ -54,8 +53,6 @@ SHAPE: dict[str, int] = {
     name: of.default for name, of in inspect.signature(llama).parameters.items() if name != "seed"
 }
 """Default shape of the built-in Llama."""
-BUCKETS = 8
-"""Approximate number of buckets per backward; DeepSpeed's default size would give one."""
 Where = Literal["emulated", "hostfile", "loopback"]
 
 

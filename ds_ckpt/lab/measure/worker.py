@@ -49,7 +49,7 @@ class EngineRun:
         assert session is not None, "initialize attaches a session if the JSON has a section"
         self.session: Any = session
         self.spans = Spans(_clock())
-        session.counters.is_on_another_node = spec.crosses_host(dist.get_rank())
+        session.counters.crosses_host = spec.crosses_host(dist.get_rank())
         if configuration.method == NO_COMM:
             session.send_no_gradients()
 
