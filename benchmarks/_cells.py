@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ds_ckpt
 from ds_ckpt.lab import workload
-from ds_ckpt.lab.hosts.backends import sent_bytes as sent_by
+from ds_ckpt.lab.hosts.backends import read_sent_bytes
 from ds_ckpt.zero3.weights_hook import forget_hpz
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def sent_bytes(*interfaces: str) -> tuple[int, ...]:
     """Return the bytes that these interfaces have sent when nothing is in flight."""
     dist.barrier()
     time.sleep(0.3)
-    found = tuple(map(sent_by, interfaces))
+    found = tuple(map(read_sent_bytes, interfaces))
     dist.barrier()
     return found
 

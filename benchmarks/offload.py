@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, CheckpointedInputsConfig, build_inputs
-from ds_ckpt.activation.policies import Policy, make_plan
+from ds_ckpt.activation.policies import Policy, make_units
 from ds_ckpt.telemetry.counters import OffloadCounters
 
 ROWS: dict[str, CheckpointedInputsConfig | str] = {
@@ -116,7 +116,7 @@ def make(kind: CheckpointedInputsConfig | str, options: argparse.Namespace) -> R
     model = LlamaForCausalLM(config).train()
     row = Row(model, torch.randint(0, 256, (options.batch, options.tokens)))
     if isinstance(kind, CheckpointedInputsConfig):
-        units = make_plan(model, Policy())
+        units = make_units(model, Policy())
         row.boundaries = build_inputs(kind, model, units, torch.device("cpu"))
         around = row.boundaries.around if row.boundaries else None
         CheckpointedBlocks(model, units=units, around=around)

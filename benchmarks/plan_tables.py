@@ -18,10 +18,10 @@ import torch
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.search import (
-    DEEPSPEEDS,
     HPZ,
     NEEDED,
     TIE,
+    ZERO_KINDS,
     PlanOption,
     Question,
     Search,
@@ -90,7 +90,7 @@ def rows(search: Search, rates: list[float], latencies: list[float]) -> Iterator
         for rate in rates:
             link = Link(rate * 1e9 / 8, latency_s)
             found = [
-                *(fastest(alone(search, weights), link) for weights in DEEPSPEEDS),
+                *(fastest(alone(search, weights), link) for weights in ZERO_KINDS),
                 fastest(alone(search, HPZ), link, zeropp),
                 fastest(ours, link),
             ]
@@ -133,7 +133,7 @@ def sections() -> Iterator[str]:
                 ms = (" latency |", "---|") if latencies else ("", "")
                 yield "\n".join(
                     [
-                        f"| Gbit/s |{ms[0]} {' | '.join(DEEPSPEEDS)} | ZeRO++ | ds_ckpt | pays "
+                        f"| Gbit/s |{ms[0]} {' | '.join(ZERO_KINDS)} | ZeRO++ | ds_ckpt | pays "
                         "| its plan |",
                         f"|---|{ms[1]}---|---|---|---|---|---|---|---|",
                         *table,

@@ -21,7 +21,7 @@ import torch
 from ds_ckpt.activation.planning.budget import Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import Forward
-from ds_ckpt.activation.planning.trace import simulate, survey
+from ds_ckpt.activation.planning.trace import survey, trace_fake_step
 from ds_ckpt.errors import UnsupportedError
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def main() -> None:
     rates = Rates(options.flops_per_byte * 1e12, 1e12, 5e10)
     planner = Planner(found, rates, options.tokens)
     measured_s = time.process_time() - start_s
-    none = simulate(Forward(model, (), batch), [])
+    none = trace_fake_step(Forward(model, (), batch), [])
     print(f"Llama, {options.layers} layers, {SIZES}, {options.tokens} tokens, bf16")
     print(f"rates: {options.flops_per_byte:g} FLOP for a byte")
     print(
@@ -70,7 +70,7 @@ def main() -> None:
             print(f"| {budget:g} | refused: {error.problems[0].remedy} | | | | | |")
             continue
         planned_s = time.process_time() - start_s
-        real = simulate(Forward(model, (), batch), plan.units(model))
+        real = trace_fake_step(Forward(model, (), batch), plan.units(model))
         words = ", ".join(f"{n} x {w}" for w, n in Counter(plan.choices).most_common())
         with_plan, without = (sum(w.flops for w in step.work.values()) for step in (real, none))
         print(

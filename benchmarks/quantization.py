@@ -38,8 +38,7 @@ from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, a
 from ds_ckpt.compression.entropy_coded import _lengths, _read, _Sent, _start
 from ds_ckpt.compression.entropy_format import SEGMENT
 from ds_ckpt.compression.quantize import BITS, BLOCKS
-from ds_ckpt.compression.wire import HEADER_BYTES as PACKET_HEADER_BYTES
-from ds_ckpt.compression.wire import aligned
+from ds_ckpt.compression.wire import PACKET_HEADER_BYTES, aligned
 from ds_ckpt.exchange.layout import ShardLayout
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, Rules
 from ds_ckpt.lab.validate.task import make_spec, open_task

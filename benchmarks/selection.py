@@ -22,19 +22,20 @@ sends, on a gradient whose rows differ in size by a log-normal factor.
 
 import argparse
 import math
+from typing import get_args
 
 import torch
 from _timing import Work, interleaved_medians_s
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, TopK, all_finite
-from ds_ckpt.compression.topk import VALUE_FORMATS, blocks_for, select_in_blocks, value_bytes
+from ds_ckpt.compression.topk import ValueFormat, blocks_for, select_in_blocks, value_bytes
 
 
 def codecs(density: float) -> dict[str, TopK]:
     """By name of the row, selection/values."""
     found = {}
-    for values in VALUE_FORMATS:
+    for values in get_args(ValueFormat):
         found[f"blocks/{values}"] = TopK(density=density, values=values)
     return found
 

@@ -108,7 +108,7 @@ def warn(words: str) -> None:
     log.warning("ds_ckpt configuration: %s", words)
 
 
-def section(kind: type[Section], description: str) -> Any:
+def field_of(kind: type[Section], description: str) -> Any:
     """Declare a field that holds a section."""
     return Field(default_factory=kind, description=description)
 

@@ -7,12 +7,18 @@ from ds_ckpt.activation.policies import Policy as Policy
 from ds_ckpt.activation.policies import RecomputePolicy as RecomputePolicy
 from ds_ckpt.activation.policies import Rule as Rule
 from ds_ckpt.activation.policies import Unit as Unit
-from ds_ckpt.activation.policies import make_plan as make_plan
 from ds_ckpt.activation.policies import make_policy as make_policy
+from ds_ckpt.activation.policies import make_units as make_units
 from ds_ckpt.activation.policies import register_policy as register_policy
 from ds_ckpt.deprecation import former_names
 
 __getattr__ = former_names(
     __name__,
-    {"PolicySettings": (lambda policy="block", **own: make_policy(policy, **own), "make_policy")},
+    {
+        "PolicySettings": (
+            lambda policy="block", **own: make_policy(policy, **own),
+            "make_policy",
+        ),
+        "make_plan": (make_units, "make_units"),
+    },
 )

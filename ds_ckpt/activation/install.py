@@ -18,7 +18,7 @@ from torch import nn
 from ds_ckpt.activation.blocks import is_hf_layer
 from ds_ckpt.activation.checkpoint import Call, RecomputeContext, Scope, checkpoint
 from ds_ckpt.activation.inputs import run_plainly
-from ds_ckpt.activation.policies import Policy, Unit, make_plan
+from ds_ckpt.activation.policies import Policy, Unit, make_units
 from ds_ckpt.activation.selective import Choice, Tracker
 from ds_ckpt.activation.snapshot import LEAVE_OUT, CheckpointedModule, refusal
 from ds_ckpt.errors import log
@@ -50,7 +50,7 @@ class CheckpointedBlocks:
         self._context = RecomputeContext(tuple(scopes), tuple(trackers))
         self._around, self._check_every = around, policy.check_determinism
         self._patches = Patches()
-        self.units = list(units) if units is not None else make_plan(model, policy)
+        self.units = list(units) if units is not None else make_units(model, policy)
         self.blocks = [block for unit in self.units for block in unit.blocks]
         for module in model.modules():
             earlier = getattr(vars(module).get("forward"), "owner", None)

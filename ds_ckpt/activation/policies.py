@@ -132,7 +132,7 @@ class Policy:
     check_determinism: int = 0
 
 
-def make_plan(model: nn.Module, policy: Policy) -> list[Unit]:
+def make_units(model: nn.Module, policy: Policy) -> list[Unit]:
     """Return the units of a model; ConfigError if a pattern, rule or policy finds nothing."""
     if policy.modules is not None and policy.settings.of_parts and not policy.rules:
         return [Unit((block,)) for block in by_pattern(model, policy.modules)]

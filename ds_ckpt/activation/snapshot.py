@@ -26,7 +26,7 @@ from ds_ckpt.activation.selective import Choice
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.telemetry.memory import version_of
 
-LEVELS = 3
+COPIED_LEVELS = 3
 """Depth of copies: a cache, its list of layers, and their attributes."""
 COPIED_BYTES = 1 << 22
 MAX_OBJECTS = 1000
@@ -88,7 +88,7 @@ def _children(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class CopiedObjects:
-    """Copies of containers and objects, `LEVELS` deep. Tensors are shared, without their graphs.
+    """Copies of containers and objects, `COPIED_LEVELS` deep. Tensors are shared, without graphs.
 
     Originals are not referenced afterwards: a forward may write results into them, whose graphs
     would lead back here. `tensors` are listed with the class of their holder and their version.
@@ -99,7 +99,7 @@ class CopiedObjects:
         self.generators: list[torch.Generator] = []
         self._copies: dict[int, Any] = {}
 
-    def copy(self, value: Any, levels: int = LEVELS, holder: Any = None) -> Any:
+    def copy(self, value: Any, levels: int = COPIED_LEVELS, holder: Any = None) -> Any:
         """Return the value's copy; equal for the same value."""
         if isinstance(value, Tensor):
             value = without_graph(value)

@@ -97,9 +97,9 @@ def measure(
 
     from ds_ckpt.cli import measure_arguments as arguments
     from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback
-    from ds_ckpt.lab.hosts.emulated import EmulatedHosts, missing
+    from ds_ckpt.lab.hosts.emulated import EmulatedHosts, emulation_obstacles
     from ds_ckpt.lab.hosts.launcher import signals_as_exit
-    from ds_ckpt.lab.measure.spec import Spec, Where, check
+    from ds_ckpt.lab.measure.spec import Spec, Where, check_spec
     from ds_ckpt.lab.measure.trials import measure as run
 
     console = Console()
@@ -112,7 +112,7 @@ def measure(
     where: Where = "emulated"
     nodes = {"--hosts": "hosts", "--slots": "slots", "--loopback": "on_loopback"}
     ssh = {"--interface": "interface", "--ssh-port": "ssh_port"}
-    reasons: list[str] = [] if on_loopback or hostfile else missing()
+    reasons: list[str] = [] if on_loopback or hostfile else emulation_obstacles()
     if hostfile is not None:
         refuse_options(context, nodes, "the hostfile decides it")
         machines = Hostfile(hostfile, interface, port, ssh_port)
@@ -156,7 +156,7 @@ def measure(
         warm_up=1 if demo else Spec.warm_up,
         demo=demo,
     )
-    check(spec)
+    check_spec(spec)
     with signals_as_exit(), place as backend:
         budget_s = DEMO_S if demo else math.inf
         run(spec, output, backend, console=console, stall_s=stall_s, budget_s=budget_s)

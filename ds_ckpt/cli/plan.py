@@ -84,7 +84,7 @@ def plan(
         from rich.console import Console
 
         from ds_ckpt.lab.estimate.model import Model
-        from ds_ckpt.lab.estimate.plan_report import show
+        from ds_ckpt.lab.estimate.plan_report import print_plan
         from ds_ckpt.lab.estimate.search import NEEDED, OWN, Question, Search, deepspeed_file
         from ds_ckpt.lab.hosts.hardware import Hardware
         from ds_ckpt.lab.subject import Sizes
@@ -105,7 +105,7 @@ def plan(
         search = Search(question)
         with progress(len(search.micro_batches())) as search.report:
             best = search.best()
-        show(search, best, Console(soft_wrap=True, highlight=False), details=details)
+        print_plan(search, best, Console(soft_wrap=True, highlight=False), details=details)
         other = search.best_with(plugin=not best.setting.sections)
         for path, one in ((output, best), (other_output, other)):
             if path is None:

@@ -79,7 +79,7 @@ def profile(
 
     from ds_ckpt.config import load_file
     from ds_ckpt.lab.estimate.profile import Options, make_profile, trace_step
-    from ds_ckpt.lab.estimate.profile_report import document
+    from ds_ckpt.lab.estimate.profile_report import profile_document
     from ds_ckpt.lab.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
@@ -99,6 +99,6 @@ def profile(
     each = 1 + (options.config is not None) + len(options.policies)
     with progress(len(counts) * each) as report:
         found = make_profile(options, report)
-    document(found).print(Console(soft_wrap=False))
+    profile_document(found).print(Console(soft_wrap=False))
     write_output(trace, lambda path: typer.echo(trace_step(options, path)))
     write_output(json_file, lambda path: path.write_text(found.to_json(), encoding="utf-8"))

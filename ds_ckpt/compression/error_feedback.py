@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_ckpt.compression import fused
 from ds_ckpt.compression.base import on_host
 from ds_ckpt.compression.storage import (
-    BLOCK,
+    SCALE_BLOCK,
     TORCH_DTYPES,
     QuantizedTensor,
     ResidualDtype,
@@ -135,7 +135,7 @@ class Feedback:
         if source.values.dtype != torch.float32 and fused.is_supported(device):
             stored, *scales = (t.to(device, non_blocking=True) for t in source.tensors)
             tensors = stored, scales[0] if scales else None, grad_flat
-            fused.add_gradient(*tensors, divisor, working, BLOCK)
+            fused.add_gradient(*tensors, divisor, working, SCALE_BLOCK)
             return working
         if source.values.dtype == torch.float32:
             summand = source.values.to(device, non_blocking=True)

@@ -23,8 +23,8 @@ from ds_ckpt.fields import WHOLE_NUMBER, Expects, Removed
 
 Bits = Literal[8, 4, 3, 2]
 BITS: tuple[Bits, ...] = (8, 4, 3, 2)
-Block = Literal[32, 64, 128, 256]
-BLOCKS: tuple[Block, ...] = (32, 64, 128, 256)
+BlockSize = Literal[32, 64, 128, 256]
+BLOCKS: tuple[BlockSize, ...] = (32, 64, 128, 256)
 
 # Lloyd-Max for unit variance: levels +-0.4528 and +-1.510, the border halfway. The scale is the
 # inner level; codes -2, -1, 0, 1 are -outer, -inner, inner, outer.
@@ -69,7 +69,7 @@ class Quantize(Method, Codec):
         "found equivalent to dense training with error feedback. 3 bits take 1.6 times, 2 bits "
         "twice as long to pack as 4.",
     )
-    block: Annotated[Block, WHOLE_NUMBER, Expects("32, 64, 128 or 256", "64")] = Field(
+    block: Annotated[BlockSize, WHOLE_NUMBER, Expects("32, 64, 128 or 256", "64")] = Field(
         default=64,
         description="Neighbouring entries that share a scale: 16 / block bits per element. Shorter "
         "blocks round finer and send more: at 3 bits 64 is 3.25 bits, 4.92 times less than bf16.",

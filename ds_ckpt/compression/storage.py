@@ -30,7 +30,7 @@ TORCH_DTYPES: dict[ResidualDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "int8": torch.int8,
 }
-BLOCK = 64
+SCALE_BLOCK = 64
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # A little below 127: the product with a rounded reciprocal must not pass 127 + u.
@@ -58,7 +58,7 @@ class QuantizedTensor:
         values = torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=device, pin_memory=pin_memory)
         if dtype != "int8":
             return cls(values)
-        count = -(-numel // BLOCK)
+        count = -(-numel // SCALE_BLOCK)
         scales = torch.empty(count, dtype=torch.bfloat16, device=device, pin_memory=pin_memory)
         return cls(values, scales)
 
@@ -90,7 +90,9 @@ class QuantizedTensor:
         for start, stop in _chunks(self.numel, out.device):
             part = out[start:stop].copy_(values[start:stop])
             for scales in rest:
-                _multiply_blocks_(part, scales[start // BLOCK : -(-stop // BLOCK)].float())
+                _multiply_blocks_(
+                    part, scales[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].float()
+                )
         return out
 
     def encode(self, working: Tensor, key: str) -> None:
@@ -102,7 +104,7 @@ class QuantizedTensor:
         numel, device = working.numel(), working.device
         if fused.is_supported(device):
             constants = {"STEP": _signed(_STEP), "MIX": _MIX, "REACH": _REACH, "TO_HALF": _TO_HALF}
-            options = {"BLOCK": BLOCK, **constants}
+            options = {"BLOCK": SCALE_BLOCK, **constants}
             fused.round_residual(working, self.values, self.scales, _signed(seed), options)
             return
         chunk = min(numel, _CHUNK if on_host(device) else _CHUNK_ACCELERATOR)
@@ -118,7 +120,7 @@ class QuantizedTensor:
             else:
                 blocks = _blocks(x)
                 scales = _round_up(torch.maximum(blocks.amax(1), -blocks.amin(1)).div_(_REACH))
-                self.scales[start // BLOCK : -(-stop // BLOCK)].copy_(scales)
+                self.scales[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].copy_(scales)
                 y = blocks.mul(scales.reciprocal_().unsqueeze(1)).view(-1)[: stop - start]
                 y.add_(random, alpha=_TO_HALF).add_(0.5).floor_()
             self.values[start:stop].copy_(y)
@@ -126,7 +128,7 @@ class QuantizedTensor:
 
 def entry_bytes(dtype: ResidualDtype) -> float:
     """Return the bytes of one entry, scales included."""
-    scale_bytes = torch.bfloat16.itemsize / BLOCK if dtype == "int8" else 0.0
+    scale_bytes = torch.bfloat16.itemsize / SCALE_BLOCK if dtype == "int8" else 0.0
     return TORCH_DTYPES[dtype].itemsize + scale_bytes
 
 
@@ -136,13 +138,13 @@ def _chunks(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """Return [blocks, BLOCK]; the last block is filled up with zeros."""
-    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    """Return [blocks, SCALE_BLOCK]; the last block is filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
 
 
 def _multiply_blocks_(values: Tensor, scales: Tensor) -> None:
-    whole = values.numel() // BLOCK * BLOCK
-    values[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK].unsqueeze(1))
+    whole = values.numel() // SCALE_BLOCK * SCALE_BLOCK
+    values[:whole].view(-1, SCALE_BLOCK).mul_(scales[: whole // SCALE_BLOCK].unsqueeze(1))
     values[whole:].mul_(scales[-1:])
 
 

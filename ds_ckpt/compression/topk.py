@@ -26,7 +26,6 @@ from ds_ckpt.compression.wire import aligned, saturating_cast, section, write_se
 from ds_ckpt.fields import Expects, Removed, warn
 
 ValueFormat = Literal["fp32", "bf16", "int8"]
-VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8")
 MAX_BLOCK = 256  # a row of a block is one byte
 INT8_GROUP = 64  # consecutive int8 values that share one bf16 scale
 _INT8_MAX = 127

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 VERSION = 3
-HEADER_BYTES = 16
+PACKET_HEADER_BYTES = 16
 ALIGNMENT_BYTES = 8
 """Payloads and the sections inside them start at multiples, so any dtype can be viewed."""
 _NON_FINITE = 1

@@ -28,7 +28,7 @@ AUTO: Mapping[str, Any] = {
 
 def load_file(path: str | Path) -> dict[str, Any]:
     """Return a file's JSON object with the section "auto" filled in; ConfigError if it has none."""
-    return _filled_in(load.load_file(path))
+    return _filled_in(load.read_file(path))
 
 
 def _filled_in(config: dict[str, Any]) -> dict[str, Any]:

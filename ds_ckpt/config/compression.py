@@ -28,8 +28,8 @@ from ds_ckpt.fields import (
     Requires,
     Section,
     derive,
+    field_of,
     list_as_tuple,
-    section,
 )
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -169,11 +169,11 @@ class CompressionConfig(_WithMethods):
         description="Methods for single tensors; the first matching rule decides. Otherwise biases "
         "and norms are uncompressed, and low rank sends large untied embeddings by Top-K.",
     )
-    error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = section(
+    error_feedback: Annotated[ErrorFeedbackConfig, _LOSSY] = field_of(
         ErrorFeedbackConfig, "Residuals of lossy methods."
     )
-    exchange: ExchangeConfig = section(ExchangeConfig, "When gradients are exchanged.")
-    guard: Annotated[GuardConfig, _LOSSY] = section(GuardConfig, "Limits on the residual.")
+    exchange: ExchangeConfig = field_of(ExchangeConfig, "When gradients are exchanged.")
+    guard: Annotated[GuardConfig, _LOSSY] = field_of(GuardConfig, "Limits on the residual.")
     warmup_steps: Annotated[int, _LOSSY] = Field(
         100, ge=0, description="Optimizer steps before compression begins."
     )
@@ -266,7 +266,7 @@ def with_methods(known: dict[str, type[Method]]) -> type[CompressionConfig]:
         )
         fields[name] = (
             Annotated[kind, expects, Requires("compression.method", (name,))],
-            section(kind, f'Settings of method "{name}".'),
+            field_of(kind, f'Settings of method "{name}".'),
         )
     rules = derive(RuleConfig, **rule)
     return derive(CompressionConfig, rules=tuple[rules, ...], **fields)  # type: ignore[valid-type]

@@ -25,7 +25,7 @@ class _NotStrict(NamedTuple):
 _WRITE = 'write {"zero_optimization": {"stage": 3}, ...}'
 
 
-def load_file(path: str | Path) -> dict[str, Any]:
+def read_file(path: str | Path) -> dict[str, Any]:
     """Return the file's JSON object; ConfigError if it is unreadable or not strict JSON."""
     name = str(path)
     try:

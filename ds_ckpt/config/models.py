@@ -14,7 +14,7 @@ from ds_ckpt.activation.policies import POLICIES, policy_names, setting_fields
 from ds_ckpt.compression import Method, methods
 from ds_ckpt.config.activation import ActivationConfig, ActivationRuleConfig, policy_field
 from ds_ckpt.config.compression import CompressionConfig, with_methods
-from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive, section
+from ds_ckpt.fields import Expects, Name, Removed, Requires, Section, derive, field_of
 
 _ENABLED = Requires("enabled", (True,))
 
@@ -70,10 +70,10 @@ class PluginConfig(Section):
     shorten the step. A part that conflicts with DeepSpeed's settings is left out.
     """
 
-    activation: ActivationConfig = section(ActivationConfig, "Recomputation in backward.")
-    compression: CompressionConfig = section(CompressionConfig, "Compression of gradients.")
-    weights: WeightsConfig = section(WeightsConfig, "Copies of the weights on every node.")
-    telemetry: TelemetryConfig = section(TelemetryConfig, "Records of bytes and times.")
+    activation: ActivationConfig = field_of(ActivationConfig, "Recomputation in backward.")
+    compression: CompressionConfig = field_of(CompressionConfig, "Compression of gradients.")
+    weights: WeightsConfig = field_of(WeightsConfig, "Copies of the weights on every node.")
+    telemetry: TelemetryConfig = field_of(TelemetryConfig, "Records of bytes and times.")
 
     @property
     def active(self) -> bool:

@@ -22,7 +22,7 @@ from ds_ckpt.telemetry.timings import ResidualStats
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 Verdict = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
-Loss = Literal["equal", "any"]
+AcceptedLoss = Literal["equal", "any"]
 """Accepted loss: none that validation found, any, or a share of the loss."""
 
 
@@ -165,7 +165,7 @@ def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def allows(records: list[VerdictRecord], loss: Loss) -> bool:
+def allows(records: list[VerdictRecord], loss: AcceptedLoss) -> bool:
     """Return whether the verdicts on settings, of all tasks, allow to train with them.
 
     "equal": every test of a loss was equivalent or better, and no accuracy was worse.

@@ -56,7 +56,7 @@ class FirstBatchPlanning:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        tokens = tokens_of(args, kwargs)
+        tokens = batch_tokens(args, kwargs)
         if self.plan is None:
             plan = self._agree(args, kwargs)
             self.install(plan)
@@ -123,11 +123,11 @@ class FirstBatchPlanning:
         )
         forward = Forward(engine.module, args, kwargs, device)
         rates = measured_rates(device, next(engine.module.parameters()).dtype)
-        plan = plan_within(allowance, forward, rates, tokens_of(args, kwargs), config.modules)
+        plan = plan_within(allowance, forward, rates, batch_tokens(args, kwargs), config.modules)
         return replace(plan, planning_s=time.perf_counter() - start_s)
 
 
-def tokens_of(args: Any, kwargs: Any) -> int:
+def batch_tokens(args: Any, kwargs: Any) -> int:
     """Return the elements of the largest integer tensor, else of the largest tensor."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     integers = [t for t in tensors if not t.is_floating_point() and t.dtype != torch.bool]

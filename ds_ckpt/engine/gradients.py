@@ -15,7 +15,7 @@ from ds_ckpt.engine.guard import ErrorSampler, Guard, gradient_norm
 from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.exchange.assignment import BY_DEEPSPEED, UNCOMPRESSED, Assignment
+from ds_ckpt.exchange.assignment import BY_DEEPSPEED, NO_COMPRESSOR, Assignment
 from ds_ckpt.exchange.exchange import Bucket
 from ds_ckpt.exchange.hierarchy import discard, make_groups
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embeddings_of
@@ -147,7 +147,7 @@ class Gradients:
         if not value or why_not_corrected(optimizer) or self.step.exchange.world == 1:
             return
         groups = parameter_groups(optimizer, {p.ds_id: name for name, p in trained(self._engine)})
-        tensors = [t for t in self.assignment.tensors if t.how not in (UNCOMPRESSED, BY_DEEPSPEED)]
+        tensors = [t for t in self.assignment.tensors if t.how not in (NO_COMPRESSOR, BY_DEEPSPEED)]
         # slices may differ
         delayed = set[int]().union(*gather_objects({groups[t.name] for t in tensors}))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, build_inputs
 from ds_ckpt.activation.planning.budget import ActivationPlan
-from ds_ckpt.activation.policies import Unit, make_plan
+from ds_ckpt.activation.policies import Unit, make_units
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.deprecation import FormerAttribute
@@ -104,7 +104,7 @@ class Session:
             self._planning = FirstBatchPlanning(engine, config.activation, self._install_plan, held)
             self._detach.callback(self._planning.stop)
         elif config.activation.active:
-            self._install_units(make_plan(engine.module, activation_policy(config.activation)))
+            self._install_units(make_units(engine.module, activation_policy(config.activation)))
         if config.telemetry.enabled:
             self._attach_telemetry()
         self._wrap_engine()

@@ -11,13 +11,13 @@ import torch
 from ds_ckpt.compression.base import Compressor
 from ds_ckpt.exchange.method_rules import Choose
 
-UNCOMPRESSED = "uncompressed"
+NO_COMPRESSOR = "uncompressed"
 BY_DEEPSPEED = "left to DeepSpeed, as another process group shards them,"
 
 
 def describe(compressor: Compressor | None) -> str:
     """Return a compressor in words."""
-    return UNCOMPRESSED if compressor is None else compressor.describe()
+    return NO_COMPRESSOR if compressor is None else compressor.describe()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Assignment:
 
     def residual_numels(self, *, defers: bool) -> list[int]:
         """Return the sizes of tensors with a residual; uncompressed ones have one if deferred."""
-        without = {BY_DEEPSPEED} if defers else {BY_DEEPSPEED, UNCOMPRESSED}
+        without = {BY_DEEPSPEED} if defers else {BY_DEEPSPEED, NO_COMPRESSOR}
         return [math.prod(t.shape) for t in self.tensors if t.how not in without]
 
     def buffer_bytes(self, bucket: int, world: int, local: int, *, in_place: bool) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_ckpt.compression.wire import HEADER_BYTES, aligned, section
+from ds_ckpt.compression.wire import PACKET_HEADER_BYTES, aligned, section
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout, local_shard
 
 
@@ -21,7 +21,7 @@ def gather_objects(own: Any) -> list[Any]:
     return found
 
 
-Sizes = Sequence[int]
+ByteSizes = Sequence[int]
 """Bytes from or for each rank, in their order."""
 
 
@@ -31,7 +31,9 @@ class Transport(Protocol):
     world: int
     dp_rank: int
 
-    def all_to_all(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> None:
+    def all_to_all(
+        self, output: Tensor, input: Tensor, received: ByteSizes, sent: ByteSizes
+    ) -> None:
         """Send consecutive pieces of `input`, uint8, one to each rank; fill `output` likewise."""
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -53,7 +55,9 @@ class TorchTransport:
         self.world = int(torch_dist.get_world_size(group))
         self.dp_rank = int(torch_dist.get_rank(group))
 
-    def all_to_all(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> None:
+    def all_to_all(
+        self, output: Tensor, input: Tensor, received: ByteSizes, sent: ByteSizes
+    ) -> None:
         """See `Transport.all_to_all`."""
         self._all_to_all_single(output, input, [*received], [*sent], group=self._group)
 
@@ -103,7 +107,7 @@ class Packets:
         sizes: Sequence[Sequence[int]],
         shards: Sequence[Sequence[int]],
         device: torch.device,
-        header_bytes: int = HEADER_BYTES,
+        header_bytes: int = PACKET_HEADER_BYTES,
     ) -> None:
         self._transport = transport
         me, world = transport.dp_rank, transport.world

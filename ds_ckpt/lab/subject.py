@@ -106,7 +106,7 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def tokens_of(batch: Any) -> int:
+def sequence_length(batch: Any) -> int:
     """Return the tokens of one sequence: the second size of integer tensors, or 1."""
     for leaf in tensors_in(batch):
         if leaf.dim() == 2 and not leaf.is_floating_point():

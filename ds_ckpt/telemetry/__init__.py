@@ -1,5 +1,5 @@
 """Counters, memory tracker, time spans and step log."""
 
-from ds_ckpt.telemetry.counters import Counters, CounterValues, Purpose, sent_bytes
+from ds_ckpt.telemetry.counters import Counters, CounterValues, Purpose, collective_bytes
 
-__all__ = ["CounterValues", "Counters", "Purpose", "sent_bytes"]
+__all__ = ["CounterValues", "Counters", "Purpose", "collective_bytes"]

@@ -25,7 +25,7 @@ class Purpose(str, Enum):
     OTHER = "other"
 
 
-def sent_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
+def collective_bytes(op: str, payload_bytes: int, world: int, backend: str) -> int:
     """Return the bytes that leave one rank for one collective, on average over the group.
 
     `payload_bytes` are of this rank's part for `all_gather`, else of the whole tensor.

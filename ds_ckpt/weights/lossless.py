@@ -44,7 +44,7 @@ from ds_ckpt.weights.lossless_format import (
 
 _T = TypeVar("_T")
 _Array = NDArray[Any]
-CHUNK = 1 << 19
+CPU_CHUNK = 1 << 19
 """Elements that a CPU codes together, a multiple of `BLOCK`; they fit in a core's cache."""
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Ranks of this node: torchrun's, DeepSpeed's launcher's, two of mpirun."""
@@ -68,7 +68,7 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     before, after = old.view(torch.int16), new.view(torch.int16)
     if fused.is_supported(old.device, _try_kernels):
         return _encode_on_device(before, after, mantissa)
-    chunks = before.cpu().split(CHUNK), after.cpu().split(CHUNK)
+    chunks = before.cpu().split(CPU_CHUNK), after.cpu().split(CPU_CHUNK)
     coded = _map(functools.partial(_encode, mantissa), *chunks)
     parts = [part for column in zip(*coded, strict=True) for part in column]
     length = np.array([8 + sum(part.nbytes for part in parts)], np.int64)
@@ -104,7 +104,7 @@ def decode_(weights: Tensor, payload: Tensor) -> None:
     if ends[-1] != len(words):
         raise ValueError(f"not a change of {numel} weights: {len(words)} words, not {ends[-1]}")
     held = weights.view(torch.int16).cpu()
-    chunks, each = held.split(CHUNK), CHUNK // BLOCK
+    chunks, each = held.split(CPU_CHUNK), CPU_CHUNK // BLOCK
     cuts = range(each, blocks, each)
     try:
         parts = np.split(words, ends[[c - 1 for c in cuts]])

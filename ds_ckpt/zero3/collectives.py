@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from ds_ckpt.errors import ContractError, Problem
 from ds_ckpt.patch import Patches
-from ds_ckpt.telemetry import Counters, sent_bytes
+from ds_ckpt.telemetry import Counters, collective_bytes
 from ds_ckpt.telemetry.timings import TimedHandle
 
 
@@ -66,7 +66,7 @@ def _wrap(method: Callable[..., Any], op: str, arguments: str, payload: str) -> 
         else:  # a ring in the order of the group: everything is sent to the next rank
             to = [0] * world
             size = named[payload].nbytes
-            to[(me + 1) % world] = sent_bytes(op, size, world, torch_dist.get_backend(group))
+            to[(me + 1) % world] = collective_bytes(op, size, world, torch_dist.get_backend(group))
         for counters in _listeners:
             far = 0
             if counters.crosses_host is not None:

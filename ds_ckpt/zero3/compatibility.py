@@ -110,7 +110,7 @@ def _undecorated(function: Any) -> Any:
         function = inside[0]
 
 
-def describe(target: Any) -> tuple[str, str]:
+def identify(target: Any) -> tuple[str, str]:
     """Return signature and source digest of a function, or the type's name of an object."""
     if not callable(target):
         return type(target).__name__, ""
@@ -131,7 +131,7 @@ def _check_one(symbol: Symbol, installed: str) -> SymbolFinding:
     install = f"install a tested version: pip install 'deepspeed>={FIRST},<={LAST}'"
     try:
         target = pkgutil.resolve_name(symbol.path)
-        signature, digest = describe(target)
+        signature, digest = identify(target)
     except (ImportError, AttributeError, OSError, TypeError) as error:
         detail = f"missing in DeepSpeed {installed} ({error}); tested with {tested}"
         return SymbolFinding(symbol.path, "broken", f"{detail}; used to {symbol.why}", install)

@@ -103,19 +103,19 @@ def test_digest_ignores_comments_and_space_only() -> None:
         # a word
         return a + 1
 
-    first = compatibility.describe(one)
+    first = compatibility.identify(one)
 
     def one(a: int) -> int:
 
         return a + 1
 
-    assert compatibility.describe(one) == first
+    assert compatibility.identify(one) == first
 
     def one(a: int) -> int:
         return a + 2
 
-    assert compatibility.describe(one)[0] == first[0] == "a"
-    assert compatibility.describe(one)[1] != first[1]
+    assert compatibility.identify(one)[0] == first[0] == "a"
+    assert compatibility.identify(one)[1] != first[1]
 
 
 def test_a_decorated_function_is_held_by_its_own_source() -> None:
@@ -128,8 +128,8 @@ def test_a_decorated_function_is_held_by_its_own_source() -> None:
     def two(a: int, b: int) -> int:
         return a + b
 
-    assert compatibility.describe(instrument_w_nvtx(one)) == compatibility.describe(one)
-    assert compatibility.describe(instrument_w_nvtx(two)) == compatibility.describe(two)
+    assert compatibility.identify(instrument_w_nvtx(one)) == compatibility.identify(one)
+    assert compatibility.identify(instrument_w_nvtx(two)) == compatibility.identify(two)
     digests = [digest for s in compatibility.SYMBOLS for digest in s.digests]
     assert len(set(digests)) == len(digests)
     assert all("*args" not in s.signature for s in compatibility.SYMBOLS)

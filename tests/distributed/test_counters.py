@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import comm
 
-from ds_ckpt.lab.hosts.backends import sent_bytes
+from ds_ckpt.lab.hosts.backends import read_sent_bytes
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.zero3 import collectives
 from tests.distributed.pool import ranks
@@ -42,14 +42,14 @@ def _counted_once(op: str, elements: int, repeats: int) -> tuple[int, float]:
     with _listening(counters):
         dist.barrier()
         time.sleep(0.2)
-        before = sent_bytes("lo")
+        before = read_sent_bytes("lo")
         dist.barrier()
         with counters.purpose(Purpose.REDUCE):
             for _ in range(repeats):
                 call()
         dist.barrier()
         time.sleep(0.2)
-        interface = sent_bytes("lo") - before
+        interface = read_sent_bytes("lo") - before
     assert counters.collectives[Purpose.REDUCE] == repeats
     total = torch.tensor([counters.bytes_sent[Purpose.REDUCE]], dtype=torch.float64)
     dist.all_reduce(total)

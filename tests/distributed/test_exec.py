@@ -11,7 +11,7 @@ import pytest
 
 from ds_ckpt import environment
 from ds_ckpt.lab.hosts.backends import Loopback, Prepared, free_port
-from ds_ckpt.lab.hosts.launcher import LOG, LaunchError, run
+from ds_ckpt.lab.hosts.launcher import LOG, LaunchError, supervise
 from tests.distributed import exec_train
 
 pytestmark = pytest.mark.timeout(400)
@@ -44,7 +44,7 @@ def launch(folder, kind, words, section=None, config=None, backend=None) -> str:
     program = str(Path(sys.executable).with_name(words[0]))
     prepared = (backend or Loopback(2)).prepare([program, *words[1:], *script], folder)
     command = [*EXEC, *given, "--", *prepared.command]
-    return run(Prepared(command, prepared.environment), folder, limit_s=300)
+    return supervise(Prepared(command, prepared.environment), folder, limit_s=300)
 
 
 def results(folder: Path, kind: str) -> list[list[Any]]:

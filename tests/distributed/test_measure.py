@@ -91,7 +91,7 @@ def test_other_programs_traffic_moves_no_byte_and_is_reported(world2: Any, tmp_p
     for name in ("block/dense", "block/topk"):
         alone, beside = found[name, 0], found[name, 1]
         assert sent[name, 0] == pytest.approx(sent[name, 1], rel=0.01)
-        assert sum(beside.link_bytes) > 1.1 * sum(alone.link_bytes)
+        assert sum(beside.interface_bytes) > 1.1 * sum(alone.interface_bytes)
         assert (_interface_excess([beside]) or 0.0) > 0.02
     freed = [sent["block/dense", n] - sent["block/topk", n] for n in (0, 1)]
     assert freed[0] == pytest.approx(freed[1], rel=0.01)

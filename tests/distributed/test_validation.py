@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_ckpt
 from ds_ckpt.lab.validate import experiment, processes
 from ds_ckpt.lab.validate.experiment import (
-    Plan,
+    RunPlan,
     read_candidates,
     read_results,
     train_missing,
@@ -51,7 +51,7 @@ def _validated(spec: TaskSpec, paths: list[Path]) -> list[dict[str, Any]]:
         fresh()
         return processes.train_zero3(*arguments)
 
-    plan = Plan(open_task(spec), read_candidates(paths, "processes"), range(1), "processes")
+    plan = RunPlan(open_task(spec), read_candidates(paths, "processes"), range(1), "processes")
     with patch.object(processes, "SAMPLE_EVERY", 2):
         results = train_missing(plan, {}, train_one, lambda *_: None)
         return [dataclasses.asdict(result.outcome) for result in results]
@@ -63,7 +63,7 @@ def test_processes_and_virtual_workers_come_to_the_same(world2, tmp_path, monkey
     everything = files(tmp_path, list(SECTIONS))
     spec = dataclasses.replace(SPEC, accumulation=2)
     candidates = read_candidates(files(tmp_path, ["3bit", "topk"]))
-    plan = Plan(open_task(spec), candidates, range(1))
+    plan = RunPlan(open_task(spec), candidates, range(1))
     virtual = [result.outcome for result in train_missing(plan, {}, train_virtual, lambda *_: None)]
     real = world2.run(_validated, spec, everything, timeout=250)
     assert real[0] == real[1]
@@ -83,7 +83,7 @@ def test_processes_and_virtual_workers_come_to_the_same(world2, tmp_path, monkey
 def test_launched_ranks_write_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     candidates = read_candidates(files(Path(), ["offload"]), "processes")
-    plan = Plan(open_task(SPEC), candidates, range(1), "processes")
+    plan = RunPlan(open_task(SPEC), candidates, range(1), "processes")
     logged: list[tuple[str, int]] = []
     results = Path("results.jsonl")
     processes.run_processes(
@@ -91,7 +91,9 @@ def test_launched_ranks_write_the_results(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert logged == [("seed 0, dense", 8), ("seed 0, offload", 8)]
     found = read_results(results)
-    dense, ours = (found[plan.key(one, 0)].outcome for one in (experiment.DENSE, *candidates))
+    dense, ours = (
+        found[plan.key(one, 0)].outcome for one in (experiment.DENSE_CONTENDER, *candidates)
+    )
     assert ours.digest == dense.digest
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, missing, namespace
+from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, emulation_obstacles, namespace
 from ds_ckpt.lab.measure.samples import Store, Trial
 
 COMMAND = [sys.executable, "-m", "ds_ckpt.cli"]
@@ -21,13 +21,13 @@ LARGER = [*FEW, "--shape=hidden_size=256,layers=2,intermediate_size=688,heads=4"
 @pytest.fixture(scope="session")
 def can_emulate() -> None:
     """Skip with the reasons where hosts cannot be emulated; fail with them when CI=true."""
-    _need(missing())
+    _need(emulation_obstacles())
 
 
 @pytest.fixture(scope="session")
 def can_launch() -> None:
     """Return what `can_emulate` does, for hosts that pdsh reaches."""
-    _need(missing(pdsh=True))
+    _need(emulation_obstacles(pdsh=True))
 
 
 def _need(reasons: list[str]) -> None:

@@ -18,7 +18,7 @@ from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.hosts import emulated, probe
 from ds_ckpt.lab.hosts.backends import INTERFACE, Hostfile
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts, Host, HostError, tool
-from ds_ckpt.lab.hosts.launcher import LaunchError, run
+from ds_ckpt.lab.hosts.launcher import LaunchError, supervise
 from ds_ckpt.lab.hosts.probe import Pair
 from tests.hosts.conftest import processes
 
@@ -61,7 +61,7 @@ def test_hosts_are_apart_and_reach_each_other_over_pdsh(pdsh_hosts, tmp_path) ->
     assert (first.name, second.name) == ("host0", "host1")
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "hostname; ip -o -4 address show dev eth0"]
     before = _counted(second, 0)
-    output = run(pdsh_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=30)
+    output = supervise(pdsh_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=30)
     for host in pdsh_hosts.hosts:
         assert f"{host.name}: {host.name}" in output
         assert f"inet {host.address}/24" in output
@@ -152,7 +152,7 @@ def test_a_hanging_launch_ends_in_time_and_names_the_place(own_hosts, tmp_path) 
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
     started = time.monotonic()
     with pytest.raises(LaunchError, match=r"limit of 8 s") as caught:
-        run(own_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=own_hosts)
+        supervise(own_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=own_hosts)
     assert time.monotonic() - started < 30
     assert "host1: in the script" in str(caught.value)
     assert own_hosts.hosts == ()
@@ -177,7 +177,7 @@ def test_what_is_missing_is_named(pdsh, absent, reasons, monkeypatch) -> None:
     monkeypatch.setattr(emulated, "_refusal", emulated._refusal.__wrapped__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    found = emulated.missing(pdsh=pdsh)
+    found = emulated.emulation_obstacles(pdsh=pdsh)
     assert all(map(str.startswith, found, reasons)), found
     assert len(found) == len(reasons)
     with pytest.raises(HostError, match="nodes cannot be emulated here"):

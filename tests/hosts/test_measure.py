@@ -108,8 +108,8 @@ def test_the_parts_of_a_step_add_up_to_the_step_within_3_percent(measured: Path)
 def test_interfaces_count_the_bytes_of_the_collectives_within_3_percent(measured: Path) -> None:
     for trial in trials(measured):
         counted = sum(trial.far_bytes.values())
-        assert sum(trial.link_bytes) == pytest.approx(counted, rel=0.03), trial.key
-        assert len(trial.link_bytes) == 2
+        assert sum(trial.interface_bytes) == pytest.approx(counted, rel=0.03), trial.key
+        assert len(trial.interface_bytes) == 2
     assert byte_notes(Report.of(measured).findings) == []
 
 
@@ -125,7 +125,7 @@ def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
     """The rate was really set: no interface sends more than its rate allows."""
     for trial in trials(measured):
         if trial.rate_mbit is not None:
-            busy_s = 8e-6 * max(trial.link_bytes) / trial.rate_mbit
+            busy_s = 8e-6 * max(trial.interface_bytes) / trial.rate_mbit
             longest_s = max(step.step_s for step in trial.steps)
             assert busy_s < 1.1 * longest_s, trial.key
 
@@ -155,7 +155,7 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(can_emulate, tm
     names = {f"none/{method}{w}" for method in ("stock", "dense", "no_comm") for w in where}
     assert set(found) == {*names, "none/stock/zero2"}
     for method in ("stock", "dense", "no_comm"):
-        baseline, whole, lossless = (max(found[f"none/{method}{w}"].link_bytes) for w in where)
+        baseline, whole, lossless = (max(found[f"none/{method}{w}"].interface_bytes) for w in where)
         assert lossless < 0.95 * whole
         assert whole < 0.7 * baseline
     # of a process, half of 2 bytes a parameter: each time that it is gathered, or sent whole
@@ -172,5 +172,5 @@ def test_resident_weights_and_a_baseline_send_less_between_hosts(can_emulate, tm
     stored = found["none/dense/whole"].stored_weight_bytes
     assert stored == pytest.approx((1 + 2) * parameters, rel=0.01)
     for trial in found.values():
-        assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
+        assert far_bytes(trial) == pytest.approx(max(trial.interface_bytes), rel=0.03), trial.key
     assert "| none/dense/lossless | " in (folder / "report.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from ds_ckpt.lab.hosts.backends import Prepared
 from ds_ckpt.lab.hosts.emulated import EmulatedHosts
-from ds_ckpt.lab.hosts.launcher import remove_shared_buffers, run
+from ds_ckpt.lab.hosts.launcher import remove_shared_buffers, supervise
 from tests.hosts.conftest import COMMAND
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_train.py")
@@ -51,7 +51,7 @@ def _train(hosts: EmulatedHosts, folder: Path, **sections: Any) -> tuple[str, li
     argv += ["--deepspeed", f"--deepspeed_config={folder / 'zero3.json'}"]
     plain = hosts.prepare(argv, folder)
     prepared = Prepared([*COMMAND, "exec", "--", *plain.command], plain.environment)
-    said = run(prepared, folder, limit_s=240, backend=hosts)
+    said = supervise(prepared, folder, limit_s=240, backend=hosts)
     remove_shared_buffers(hosts.port)
     losses = [json.loads((folder / f"losses.{rank}").read_text()) for rank in range(4)]
     logs = [(folder / f"log.{rank}.jsonl").read_text().splitlines() for rank in range(4)]

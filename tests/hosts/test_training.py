@@ -14,7 +14,7 @@ import pytest
 from ds_ckpt.engine.tuner import MAX_CYCLES
 from ds_ckpt.lab.hosts.backends import MASTER_PORT, Backend, Loopback, Prepared
 from ds_ckpt.lab.hosts.emulated import namespace
-from ds_ckpt.lab.hosts.launcher import LaunchError, remove_shared_buffers, run
+from ds_ckpt.lab.hosts.launcher import LaunchError, remove_shared_buffers, supervise
 from tests.distributed import exec_train
 from tests.distributed.test_exec import BLOCK, HF, LAYER, launch, results
 from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
@@ -65,7 +65,7 @@ def _launch(backend, folder, sections, *launcher: str, steps=STEPS, width=128) -
     argv.append(f"--width={width}")
     plain = backend.prepare(argv, folder)
     prepared = Prepared([*COMMAND, "exec", "--", *plain.command], plain.environment)
-    said = run(prepared, folder, limit_s=max(240, 2 * steps), backend=backend)
+    said = supervise(prepared, folder, limit_s=max(240, 2 * steps), backend=backend)
     remove_shared_buffers(backend.port)
     assert "no process on this node" not in said
     return said
@@ -172,7 +172,7 @@ def test_a_hostfile_of_machines(slots, pdsh_hosts, tmp_path, monkeypatch) -> Non
         gathers = {name: far_bytes(one, "gather") for name, one in found.items()}
         assert gathers["none/stock/hpz"] == pytest.approx(gathers["none/stock"] / 2, rel=0.01)
     for trial in found.values():
-        assert far_bytes(trial) == pytest.approx(max(trial.link_bytes), rel=0.03), trial.key
+        assert far_bytes(trial) == pytest.approx(max(trial.interface_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
     assert not any(processes(host) for host in pdsh_hosts.hosts)

@@ -53,7 +53,7 @@ def trial(spec: Spec, name: str, rate: float | None, repetition: int, drift: flo
         repetition=repetition,
         steps=(step(name, rate or 1e4, repetition * drift),) * spec.steps,
         far_bytes={purpose: 2e6 * n for purpose, n in far.items()},
-        link_bytes=(mb * 1e6, mb * 1e6 - 5),
+        interface_bytes=(mb * 1e6, mb * 1e6 - 5),
         stored_weight_bytes=STORED_MB[one.weights] * 1e6,
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation import CheckpointedBlocks, make_plan
+from ds_ckpt.activation import CheckpointedBlocks, make_units
 from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.offload import Copies, InputStore, Wait
 from ds_ckpt.activation.policies import Policy
@@ -108,7 +108,7 @@ def put_on(model, patterns, *, copies=None, policy=None, **options) -> tuple:
         CPU, copies or Copies(), owned=[*model.parameters(), *model.buffers()], **options
     )
     policy = policy or Policy(modules=tuple(patterns) if patterns else None)
-    units = make_plan(model, policy)
+    units = make_units(model, policy)
     inputs = CheckpointedInputs(store, units=units)
     return CheckpointedBlocks(model, policy=policy, units=units, around=inputs.around), store
 

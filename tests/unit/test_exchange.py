@@ -18,7 +18,7 @@ from virtual import World, assemble
 
 from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, TopK
 from ds_ckpt.compression.storage import QuantizedTensor
-from ds_ckpt.compression.wire import HEADER_BYTES
+from ds_ckpt.compression.wire import PACKET_HEADER_BYTES
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.exchange.exchange import _energy
@@ -266,7 +266,7 @@ def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec)
         assert transport.calls == (case.world > 1)
         expected = 0
         for dest in set(range(case.world)) - {me}:
-            packet = HEADER_BYTES
+            packet = PACKET_HEADER_BYTES
             for shape in case.shapes:
                 size = ShardLayout(math.prod(shape), case.world).size(dest)
                 packet += (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_ckpt.compression import Feedback, all_finite, storage
-from ds_ckpt.compression.storage import BLOCK, QuantizedTensor, ResidualDtype
+from ds_ckpt.compression.storage import SCALE_BLOCK, QuantizedTensor, ResidualDtype
 
 ROUNDED: tuple[ResidualDtype, ...] = ("bf16", "int8")
 DTYPES: tuple[ResidualDtype, ...] = ("fp32", *ROUNDED)
@@ -106,7 +106,7 @@ def encoded(dtype: ResidualDtype, working: Tensor, key: str = "0 0 0 w") -> Quan
 def unit(stored: QuantizedTensor, working: Tensor) -> Tensor:
     """Distance of the two values between which each entry of `working` lies."""
     if stored.scales is not None:
-        return stored.scales.float().repeat_interleave(BLOCK)[: stored.numel]
+        return stored.scales.float().repeat_interleave(SCALE_BLOCK)[: stored.numel]
     _, exponent = torch.frexp(working)
     return torch.ldexp(torch.ones(stored.numel), exponent - 8).clamp_(min=2.0**-133)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_ckpt.compression import Codec, EntropyCoded, Feedback, Quantize, TopK, entropy_format, fused
 from ds_ckpt.compression.quantize import BLOCKS
-from ds_ckpt.compression.topk import VALUE_FORMATS, blocks_for, select_in_blocks
+from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from ds_ckpt.weights import lossless
 from tests.pretended_gpu import Gpu
 
@@ -239,7 +239,7 @@ def test_maxima_of_blocks_are_those_of_the_operators(numel, density, shards, see
 
 
 @given(
-    st.builds(TopK, density=st.sampled_from([0.01, 0.3]), values=st.sampled_from(VALUE_FORMATS)),
+    st.builds(TopK, density=st.sampled_from([0.01, 0.3]), values=...),
     st.integers(70, 3000),
     seeds,
     st.sampled_from(SCALES),

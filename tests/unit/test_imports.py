@@ -4,6 +4,7 @@ import ast
 import inspect
 import pickle
 import subprocess
+import symtable
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ import torch
 import ds_ckpt
 from ds_ckpt import Session, activation, compression, run, uninstall
 from ds_ckpt.activation import make_policy
+from ds_ckpt.compression import fused
 from ds_ckpt.engine import resident_weights
 from ds_ckpt.engine.guard import Guard
 from ds_ckpt.engine.session import refuse_unsupported
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.telemetry.units import size
+from ds_ckpt.weights import lossless_format
 from ds_ckpt.weights.changes import NodeLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +68,7 @@ def test_former_names_warn() -> None:
     for of, name, value, words in (
         (compression, "Gone", compression.Removed, "use Removed"),
         (compression, "RowCodec", compression.Codec, "use Codec"),
+        (activation, "make_plan", activation.make_units, "use make_units"),
         (session, "plan", "all", r"use session\.exchange"),
         (session, "residual_bytes", 0, r"use session\.exchange\.feedback\.nbytes"),
         (session, "guard", guard, r"use session\.exchange\.guard"),
@@ -190,13 +194,22 @@ def test_an_error_can_be_raised_in_another_process(kind, headline) -> None:
     assert again.problems == error.problems
 
 
+SCRIPTS = {"cli", "startup"}
+SHARED = {"HEADER_BYTES", "LEVELS", "log", "main", "select_in_blocks", *vars(fused)}
+SHARED |= {"encode", *vars(lossless_format)}
+"""Names of a kernel and of what calls it, of the format's constants, the logger and ways in."""
+
+
 def test_one_name_for_one_thing() -> None:
     """Only a command's file in cli/ shares the name of what it calls."""
     files = [f for f in (ROOT / "ds_ckpt").rglob("*.py") if f.name != "__init__.py"]
-    modules = [f.stem for f in files if f.parent.name != "cli"]
+    texts = {f: f.read_text(encoding="utf-8") for f in files if f.parent.name not in SCRIPTS}
     trees = (ast.parse(f.read_text(encoding="utf-8")) for f in files)
     classes = [n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-    for names in (modules, classes):
+    tables = [symtable.symtable(text, f.name, "exec").get_symbols() for f, text in texts.items()]
+    bound = [s.get_name() for t in tables for s in t if s.is_assigned() and not s.is_imported()]
+    public = [name for name in bound if not name.startswith("_") and name not in SHARED]
+    for names in ([f.stem for f in texts], classes, public):
         assert [name for name, count in Counter(names).items() if count > 1] == []
 
 

@@ -17,7 +17,7 @@ from ds_ckpt.errors import ConfigError
 from ds_ckpt.lab.hosts import backends, emulated, heartbeat, launcher
 from ds_ckpt.lab.hosts.backends import Backend, Hostfile, Loopback, Prepared, read_hostfile
 from ds_ckpt.lab.hosts.heartbeat import STALLED, Heartbeat, Listener
-from ds_ckpt.lab.hosts.launcher import HostError, LaunchError, check_hosts, launch, run
+from ds_ckpt.lab.hosts.launcher import HostError, LaunchError, check_hosts, launch, supervise
 
 # A parent that starts a child which hears no SIGTERM, in a session of its own.
 FAMILY = """
@@ -98,7 +98,7 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(_command(FAMILY), tmp_path, limit_s=60, poll=interrupted)
+        supervise(_command(FAMILY), tmp_path, limit_s=60, poll=interrupted)
     assert all(_gone(pid) for pid in pids)
     assert len(pids) == 1
 
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_the_whole_family(tmp_path: Path) -> None:
 def test_the_error_names_the_time_limit(tmp_path: Path) -> None:
     code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(LaunchError, match=r"its limit of 2 s(.|\n)*raise the limit"):
-        run(_command(code), tmp_path, limit_s=2.0)
+        supervise(_command(code), tmp_path, limit_s=2.0)
     assert _gone(_pid(tmp_path))
 
 
@@ -118,7 +118,7 @@ def test_a_failure_shows_the_first_traceback(tmp_path: Path) -> None:
         "raise SystemExit(3)"
     )
     with pytest.raises(LaunchError, match="exit code 3") as caught:
-        run(_command(code), tmp_path, limit_s=60)
+        supervise(_command(code), tmp_path, limit_s=60)
     (problem,) = caught.value.problems
     assert "ValueError: the cause" in problem.found
     assert "peer is gone" not in problem.found

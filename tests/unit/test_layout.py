@@ -71,7 +71,7 @@ def test_every_payload_arrives_where_it_belongs(numels: list[int], world: int, h
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_headers_carry_the_flag_and_the_version(finite: bool) -> None:
-    headers = torch.full((3, wire.HEADER_BYTES + 8), 0xAA, dtype=torch.uint8)[:, :-8]
+    headers = torch.full((3, wire.PACKET_HEADER_BYTES + 8), 0xAA, dtype=torch.uint8)[:, :-8]
     wire.write_header(headers, torch.tensor(finite))
     assert headers[0, :8].tolist() == [wire.VERSION, int(not finite), 0, 0, 0, 0, 0, 0]
     assert [bool(flag) for flag in wire.read_headers(headers)] == [finite, True]

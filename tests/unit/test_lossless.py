@@ -60,14 +60,14 @@ def test_bytes_do_not_depend_on_chunks_and_threads(numel, monkeypatch) -> None:
     old = torch.randn(numel).bfloat16()
     new = (old.float() + 1e-3 * torch.randn(numel)).bfloat16()
     payload = lossless.encode(old, new)
-    monkeypatch.setattr(lossless, "CHUNK", 1024)
+    monkeypatch.setattr(lossless, "CPU_CHUNK", 1024)
     monkeypatch.setattr(lossless, "_threads", lambda: 3)
     assert torch.equal(bits(through(old, new)), bits(new))
     assert torch.equal(lossless.encode(old, new), payload)
 
 
 def test_an_error_in_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless, "CHUNK", 1024)
+    monkeypatch.setattr(lossless, "CPU_CHUNK", 1024)
     monkeypatch.setattr(lossless, "_threads", lambda: 3)
     old = torch.randn(3500).bfloat16()
     payload = lossless.encode(old, old + 1e-3)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Ratio, Row
-from ds_ckpt.lab.measure.findings import Findings, byte_notes, estimate, find, headline
+from ds_ckpt.lab.measure.findings import Findings, byte_notes, find, headline, jackknife
 from ds_ckpt.lab.measure.samples import PARTS, Sample, StepTime, Trial, parts
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
@@ -124,7 +124,7 @@ def test_an_interval_of_few_repetitions_holds_the_truth_as_often_as_it_should(co
             over, under = (statistics.fmean(pairs[n][i] for n in chosen) for i in (0, 1))
             return {"over": over, "share": Ratio(over, under)}
 
-        found = estimate(range(count), figures)
+        found = jackknife(range(count), figures)
         held += found["over"].low <= 1.0 <= found["over"].high
         if not math.isnan(found["share"].low):
             shares.append(found["share"].low <= 0.5 <= found["share"].high)
@@ -134,7 +134,7 @@ def test_an_interval_of_few_repetitions_holds_the_truth_as_often_as_it_should(co
 
 
 def test_one_repetition_has_no_interval() -> None:
-    found = estimate([0], lambda _: {"x": 2.0, "share": Ratio(1.0, 2.0), "none": Ratio(1.0, 0.0)})
+    found = jackknife([0], lambda _: {"x": 2.0, "share": Ratio(1.0, 2.0), "none": Ratio(1.0, 0.0)})
     assert [one.value for one in found.values()] == pytest.approx([2.0, 0.5, math.nan], nan_ok=True)
     assert all(math.isnan(one.low) and math.isnan(one.high) for one in found.values())
 
@@ -261,7 +261,7 @@ def test_bytes_are_the_collectives_and_the_interface_checks_them(hosts: int, slo
     quiet = find(spec, known.samples(spec))
     for more, checked in ((6e5, False), (3e5, True)):
         samples = [
-            s.model_copy(update={"link_bytes": tuple(n + more for n in s.link_bytes)})
+            s.model_copy(update={"interface_bytes": tuple(n + more for n in s.interface_bytes)})
             if isinstance(s, Trial) and s.configuration == "block/4bit" and s.repetition > 1
             else s
             for s in known.samples(spec)
@@ -277,7 +277,7 @@ def test_bytes_are_the_collectives_and_the_interface_checks_them(hosts: int, slo
 
 
 def test_a_report_without_a_counter_says_so() -> None:
-    none = {"link_bytes": (0.0, 0.0)}
+    none = {"interface_bytes": (0.0, 0.0)}
     samples = [s.model_copy(update=none) if isinstance(s, Trial) else s for s in known.samples()]
     found = find(known.SPEC, samples)
     assert "not checked" in byte_notes(found)[0]

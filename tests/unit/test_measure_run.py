@@ -21,7 +21,14 @@ from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
 from ds_ckpt.lab.measure import trials
 from ds_ckpt.lab.measure.samples import Memory, Store
-from ds_ckpt.lab.measure.spec import AXES, METHODS, Configuration, Spec, check, deepspeed_config
+from ds_ckpt.lab.measure.spec import (
+    AXES,
+    METHODS,
+    Configuration,
+    Spec,
+    check_spec,
+    deepspeed_config,
+)
 from ds_ckpt.lab.measure.worker import build_model, slowest
 from tests.unit import measure_samples as known
 
@@ -115,7 +122,7 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
     monkeypatch.setattr(trials, "measure", measured)
-    monkeypatch.setattr(emulated, "missing", lambda: [] if on_hosts else ["no namespaces"])
+    monkeypatch.setattr(emulated, "emulation_obstacles", lambda: [] if on_hosts else ["no namespaces"])
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["measure", "--demo"])
@@ -152,7 +159,7 @@ def test_every_configuration_is_a_valid_file() -> None:
     more: dict[str, Any] = {"baselines": baselines, "slots": 2, "bf16": True, "accumulation": 4}
     policies, weights = tuple(AXES["activation"]), ("whole", "lossless")
     spec = Spec(policies=policies, methods=tuple(METHODS), weights=weights, **more)
-    check(spec)
+    check_spec(spec)
     zeros = {}
     for one in spec.configurations:
         config = deepspeed_config(spec, one, parameters=1000)
@@ -183,7 +190,7 @@ def test_a_users_section_is_used(when: str) -> None:
     if when == "accumulation_boundary":  # the default of several micro-steps
         section = {"method": "dense", "rules": [{"match": "*", "method": "quantize"}]}
     spec = Spec(methods=("mine",), sections={"compression/mine": section}, accumulation=2)
-    check(spec)
+    check_spec(spec)
     config = deepspeed_config(spec, Configuration("none", "mine"), parameters=10)
     added = {"exchange": {"when": when, "autotune": False}, "warmup_steps": 0}
     assert config["ds_ckpt"]["compression"] == {**section, **added}
@@ -213,10 +220,10 @@ LOOPBACK: dict[str, Any] = {"where": "loopback", "hosts": 1, "slots": 2, "rates"
 )
 def test_settings_that_cannot_work_are_refused_together(settings, problems) -> None:
     if not problems:
-        check(Spec(**settings))
+        check_spec(Spec(**settings))
         return
     with pytest.raises(ConfigError) as caught:
-        check(Spec(**settings))
+        check_spec(Spec(**settings))
     assert [problem.where for problem in caught.value.problems] == problems
 
 
@@ -237,7 +244,7 @@ def test_one_file_may_have_policy_method_and_weights(tmp_path: Path) -> None:
     )
     assert sections == {f"{axis}/both": section for axis, section in plugin.items()}
     spec = Spec(policies=names["activation"], methods=names["compression"], sections=sections)
-    check(spec)
+    check_spec(spec)
     assert Configuration("both", "both") in spec.configurations
 
 

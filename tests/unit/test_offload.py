@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation import CheckpointedBlocks, make_plan
+from ds_ckpt.activation import CheckpointedBlocks, make_units
 from ds_ckpt.activation.inputs import CheckpointedInputsConfig, build_inputs
 from ds_ckpt.activation.offload import BlockCall, Copies, InputStore
 from ds_ckpt.activation.policies import Policy, Rule, make_policy
@@ -208,7 +208,7 @@ def test_rules_mix_offload_with_recomputation_and_neither() -> None:
     plain = grads(model, x)
     rules = tuple(Rule(n, _POLICIES["offload"]) for n in ("0", "2", "4"))
     policy = Policy(make_policy("none"), (*rules, Rule("1", _POLICIES["block"])), ("Block",))
-    units = make_plan(model, policy)
+    units = make_units(model, policy)
     inputs = build_inputs(CheckpointedInputsConfig(offload_min_bytes=4096), model, units, CPU)
     assert inputs is not None
     on = CheckpointedBlocks(model, policy=policy, units=units, around=inputs.around)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_ckpt.activation import CheckpointedBlocks, make_plan
+from ds_ckpt.activation import CheckpointedBlocks, make_units
 from ds_ckpt.activation.fingerprints import checksum
 from ds_ckpt.activation.inputs import CheckpointedInputs
 from ds_ckpt.activation.offload import Copies, InputStore, Wait, storage_bytes
@@ -124,7 +124,7 @@ class On:
             group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
         )
         policy = policy or Policy(modules=("Block",))
-        units = make_plan(model, policy)
+        units = make_units(model, policy)
         inputs = CheckpointedInputs(self.store, partition=self.partition, units=units)
         self.blocks = CheckpointedBlocks(model, policy=policy, units=units, around=inputs.around)
 

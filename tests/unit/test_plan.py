@@ -15,8 +15,8 @@ from ds_ckpt.activation import (
     Policy,
     Rule,
     find_blocks,
-    make_plan,
     make_policy,
+    make_units,
 )
 from ds_ckpt.activation.blocks import gates
 from ds_ckpt.errors import ConfigError
@@ -42,8 +42,8 @@ MLP = {
 
 
 def _tails(model: nn.Module, kind: Any) -> set[str]:
-    blocks = [u.blocks[0].name for u in make_plan(model, Policy())]
-    names = [b.name for u in make_plan(model, Policy(make_policy(kind))) for b in u.blocks]
+    blocks = [u.blocks[0].name for u in make_units(model, Policy())]
+    names = [b.name for u in make_units(model, Policy(make_policy(kind))) for b in u.blocks]
     return {n.removeprefix(b + ".") for n in names for b in blocks if n.startswith(b + ".")}
 
 
@@ -59,22 +59,23 @@ def test_attention_and_mlp_are_found_by_what_they_are_called(kind: str) -> None:
 def test_parts_that_cannot_be_found_must_be_named(kind: Any) -> None:
     policy = Policy(make_policy("none"), (Rule("1-2", make_policy(kind)),), modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
-        make_plan(Stack(5), policy)
+        make_units(Stack(5), policy)
     (problem,) = caught.value.problems
     assert problem.where == "$.ds_ckpt.activation.rules[0].policy"
     assert '"modules"' in problem.remedy
-    named = make_plan(Stack(5), Policy(make_policy(kind), modules=("layers.*.up",)))
+    named = make_units(Stack(5), Policy(make_policy(kind), modules=("layers.*.up",)))
     assert [u.blocks[0].name for u in named] == [f"layers.{i}.up" for i in range(5)]
 
 
 @given(blocks=st.integers(1, 9), size=st.integers(2, 5), every=st.integers(2, 5))
 def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every: int) -> None:
     model = Stack(blocks)
-    units = make_plan(model, Policy(make_policy("segments", segment_size=size), modules=("Mixer",)))
+    how = make_policy("segments", segment_size=size)
+    units = make_units(model, Policy(how, modules=("Mixer",)))
     names = [b.name for u in units for b in u.blocks]
     assert names == [f"layers.{i}" for i in range(blocks)]
     assert all(len(u.blocks) == size for u in units[:-1])
-    units = make_plan(model, Policy(make_policy("every_n", every_n=every), modules=("Mixer",)))
+    units = make_units(model, Policy(make_policy("every_n", every_n=every), modules=("Mixer",)))
     assert [u.blocks[0].name for u in units] == [f"layers.{i}" for i in range(0, blocks, every)]
 
 
@@ -90,13 +91,13 @@ def test_segments_and_every_n_cover_what_they_say(blocks: int, size: int, every:
     ],
 )
 def test_segments_by_their_number(blocks: int, how: dict[str, Any], sizes: list[int]) -> None:
-    units = make_plan(Stack(blocks), Policy(make_policy("segments", **how), modules=("Mixer",)))
+    units = make_units(Stack(blocks), Policy(make_policy("segments", **how), modules=("Mixer",)))
     assert [len(unit.blocks) for unit in units] == sizes
     assert [b.name for u in units for b in u.blocks] == [f"layers.{i}" for i in range(blocks)]
 
 
 def test_segments_end_where_a_container_or_a_class_ends() -> None:
-    units = make_plan(build("t5", 3), Policy(make_policy("segments", segment_size=9)))
+    units = make_units(build("t5", 3), Policy(make_policy("segments", segment_size=9)))
     assert [[b.name for b in u.blocks] for u in units] == [
         [f"{side}.block.{i}" for i in range(3)] for side in ("encoder", "decoder")
     ]
@@ -108,7 +109,7 @@ def test_the_first_rule_that_names_a_block_decides() -> None:
         Rule("layers.[12]", make_policy("selective", save_ops=("aten.mm",))),
         Rule("4", make_policy("segments")),
     )
-    units = make_plan(Stack(5), Policy(make_policy("block"), rules, modules=("Mixer",)))
+    units = make_units(Stack(5), Policy(make_policy("block"), rules, modules=("Mixer",)))
     found = [([b.name for b in u.blocks], u.save_ops) for u in units]
     assert found == [(["layers.2"], ("aten.mm",)), (["layers.3"], ()), (["layers.4"], ())]
 
@@ -121,7 +122,7 @@ def test_rules_that_name_nothing_are_refused(row: str) -> None:
     rules = tuple(Rule(name, make_policy("none")) for name in names.split(","))
     policy = Policy(rules=rules, modules=("Mixer",))
     with pytest.raises(ConfigError) as caught:
-        make_plan(Stack(5), policy)
+        make_units(Stack(5), policy)
     (problem,) = caught.value.problems
     assert problem.where == f"$.ds_ckpt.activation.rules[{place}].match"
     assert why in problem.why
@@ -183,7 +184,7 @@ def test_the_guides_policy_with_a_setting_is_used_from_json() -> None:
         pairs = zip(plain.parameters(), model.parameters(), strict=True)
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
         rule = {"match": "1-3", "policy": "first_part", "share": 0.34}
-        ruled = make_plan(model, activation_policy(read(policy="none", rules=[rule])))
+        ruled = make_units(model, activation_policy(read(policy="none", rules=[rule])))
         assert [unit.blocks[0].name for unit in ruled] == ["model.layers.1"]
         with pytest.raises(ValueError, match='a policy "first_part" already'):
             register_policy(policies.POLICIES["first_part"])

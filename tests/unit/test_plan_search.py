@@ -16,7 +16,7 @@ from ds_ckpt.activation.planning.solve import Front
 from ds_ckpt.activation.planning.trace import survey
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
-from ds_ckpt.config.verdicts import Loss, allows, sections_on_record
+from ds_ckpt.config.verdicts import allows, sections_on_record
 from ds_ckpt.errors import ConfigError, UnsupportedError
 from ds_ckpt.lab.estimate import methods as gradient_methods
 from ds_ckpt.lab.estimate import model as costs
@@ -25,13 +25,13 @@ from ds_ckpt.lab.estimate.memory_model import assigned, estimate
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
 from ds_ckpt.lab.estimate.search import (
     BUDGET,
-    DEEPSPEEDS,
     HPZ,
     NEEDED,
     TIE,
     ZERO1,
     ZERO2,
     ZERO3,
+    ZERO_KINDS,
     Question,
     Search,
     Setting,
@@ -54,7 +54,7 @@ def demo() -> Model:
     return Model("demo", SIZES)
 
 
-def ask(text: str = TEXT, sequences: int = 16, memory: float = 1.0, loss: Loss = "equal") -> Search:
+def ask(text: str = TEXT, sequences: int = 16, memory: float = 1.0, loss: str = "equal") -> Search:
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster(text, NEEDED)
     known.done()
@@ -97,7 +97,7 @@ def test_gradient_bytes_are_those_of_the_exchange() -> None:
         how = gradient_methods.gradients(method, demo(), machine, 2, 1, 1e12)
         return how.link_bytes * demo().trained
 
-    by_name = {method.name: method for method in gradient_methods.methods("equal")[0]}
+    by_name = {method.name: method for method in gradient_methods.plan_methods("equal")[0]}
     assert sent(by_name[gradient_methods.STOCK]) == pytest.approx(2 * demo().trained * 3 / 4)
     assert sent(by_name[gradient_methods.DENSE]) == pytest.approx(2 * demo().trained / 2)
     few = by_name["3bit"]
@@ -230,7 +230,7 @@ def test_every_candidates_file_can_be_used_and_has_its_memory() -> None:
         kept = sum(n for what, n in one.memory.items() if what not in beside)
         assert kept == states.resident_bytes
         assert bool(one.setting.sections) == ("ds_ckpt" in file)
-    assert {one.setting.weights for one in search.all} == {*DEEPSPEEDS, *gradient_methods.RESIDENT}
+    assert {one.setting.weights for one in search.all} == {*ZERO_KINDS, *gradient_methods.RESIDENT}
 
 
 def test_less_memory_recomputes_more_and_none_is_refused() -> None:
@@ -299,7 +299,7 @@ def test_verdicts_decide_what_may_be_lost() -> None:
     assert allows([worse], "any")
     for section, _ in known.values():
         parse({"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}})
-    assert "topk_1pct" in {method.name for method in gradient_methods.methods("equal")[1]}
+    assert "topk_1pct" in {method.name for method in gradient_methods.plan_methods("equal")[1]}
     # a record may name settings that are gone; their constant value makes no difference
     assert {record.workers for record in known["2bit_no_feedback"][1]} == {4, 8}
 

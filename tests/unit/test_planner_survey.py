@@ -18,7 +18,7 @@ from ds_ckpt.activation.planning.budget import Allowance, Candidate, Planner, ca
 from ds_ckpt.activation.planning.costs import Rates, measured_rates
 from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
-from ds_ckpt.activation.planning.trace import StepTrace, Survey, simulate, survey
+from ds_ckpt.activation.planning.trace import StepTrace, Survey, survey, trace_fake_step
 from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.telemetry.memory import SavedActivations
 from ds_ckpt.telemetry.units import GIB
@@ -62,7 +62,7 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
     assert found.saved_bytes == _measured(model, data, [])
     ways = [candidates_of(found, i) for i in range(len(found.blocks))]
-    none = simulate(Forward(model, (), data), [])
+    none = trace_fake_step(Forward(model, (), data), [])
     assert none.saved.bytes == found.saved_bytes
     assert none.work["forward"].flops == sum(o.flops for o in found.operators) > 0
     assert len(ways[0]) >= 3
@@ -72,7 +72,7 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
         held = found.outside.union(*(c.held for c in chosen))
         assert found.bytes_of(held) == _measured(model, data, units), word
         if word in ("block", "selective attention"):
-            step = simulate(Forward(model, (), data), units)
+            step = trace_fake_step(Forward(model, (), data), units)
             assert flops(step) - flops(none) == sum(c.flops for c in chosen), word
 
 
@@ -117,7 +117,7 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
         plan = planner.all_alike(word, Allowance(GIB, "activations"))
         if word == "offload":  # what blocks share is counted as if it stayed, and leaves
             continue
-        measured = simulate(Forward(model, (x,), {}), plan.units(model))
+        measured = trace_fake_step(Forward(model, (x,), {}), plan.units(model))
         assert plan.held_bytes == measured.saved.bytes, word
         assert plan.needed_bytes >= plan.held_bytes, word
 
@@ -171,7 +171,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
     model, data, found = _large()
     planner = Planner(found, RATES, 1024)
     least = planner.least(Allowance(1, "activations", offload=offload))
-    none = simulate(Forward(model, (), data), [])
+    none = trace_fake_step(Forward(model, (), data), [])
     before = float("inf")
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
         top = found.saved_bytes
@@ -180,7 +180,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         assert plan.held_bytes <= plan.needed_bytes <= budget
         assert plan.recompute_s <= before
         before = plan.recompute_s
-        step = simulate(Forward(model, (), data), plan.units(model))
+        step = trace_fake_step(Forward(model, (), data), plan.units(model))
         assert plan.held_bytes + sum(b.offloaded_bytes for b in plan.blocks) == step.saved.bytes
         recomputed = [b for b in plan.blocks if b.save_ops is not None]
         if offload and recomputed:
@@ -227,14 +227,14 @@ def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
     model, data, found = _large()
     planner = Planner(found, replace(RATES, bus_bytes_per_s=1e12), 1024)
     none = planner.all_alike("none", Allowance(GIB, "activations"))
-    temporary = simulate(Forward(model, (), data), []).peak_bytes - none.needed_bytes
+    temporary = trace_fake_step(Forward(model, (), data), []).peak_bytes - none.needed_bytes
     allowance = Allowance(1, "activations", prefetch=prefetch, host_bytes=2**40)
     budget = planner.least(allowance).needed_bytes
     budget += round(0.6 * (none.needed_bytes - budget))
     plan = planner.plan(replace(allowance, budget_bytes=budget))
     assert "offload" in plan.choices
     inputs = CheckpointedInputsConfig(offload_prefetch=prefetch)
-    step = simulate(Forward(model, (), data), plan.units(model), inputs=inputs)
+    step = trace_fake_step(Forward(model, (), data), plan.units(model), inputs=inputs)
     assert step.peak_bytes <= plan.needed_bytes + temporary <= budget + temporary
     shared = found.bytes_of(planner._shared)
     offloaded = sum(b.offloaded_bytes for b in plan.blocks)

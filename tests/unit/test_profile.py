@@ -22,7 +22,7 @@ from ds_ckpt.activation.planning.trace import StepTrace, Work, gradients_dropped
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
 from ds_ckpt.lab.estimate import profile as profiling
-from ds_ckpt.lab.estimate.profile_report import document, findings
+from ds_ckpt.lab.estimate.profile_report import findings, profile_document
 from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward
 from ds_ckpt.telemetry.memory import OUTSIDE
 from ds_ckpt.telemetry.units import size
@@ -152,7 +152,7 @@ def measured() -> profiling.Profile:
 
 def test_the_report_is_as_on_record(measured, is_golden) -> None:
     target = io.StringIO()
-    document(measured).print(Console(file=target, width=80))
+    profile_document(measured).print(Console(file=target, width=80))
     text = "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
     assert is_golden("profile.txt", text)
 

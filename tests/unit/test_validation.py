@@ -25,14 +25,14 @@ from ds_ckpt.config.verdicts import (
 )
 from ds_ckpt.errors import ConfigError, StateError
 from ds_ckpt.lab.validate import processes
-from ds_ckpt.lab.validate.accuracy_report import document
+from ds_ckpt.lab.validate.accuracy_report import accuracy_document
 from ds_ckpt.lab.validate.compare import MARGINS, Judgement, compare, exit_code
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.experiment import (
-    DENSE,
+    DENSE_CONTENDER,
     Outcome,
-    Plan,
     Result,
+    RunPlan,
     add_result,
     read_candidates,
     read_results,
@@ -82,12 +82,12 @@ def judged(
     file: Path, dense: list[Outcome], ours: list[Outcome], kind="language", sent=250.0, **sizes: Any
 ) -> Judgement:
     (candidate,) = read_candidates([file], "processes")
-    plan = Plan(opened(kind, **sizes), [candidate], range(len(dense)), "processes")
+    plan = RunPlan(opened(kind, **sizes), [candidate], range(len(dense)), "processes")
     path = file.with_name("r.jsonl")
     path.unlink(missing_ok=True)
-    for one, outcomes in ((DENSE, dense), (candidate, ours)):
+    for one, outcomes in ((DENSE_CONTENDER, dense), (candidate, ours)):
         for seed, found in enumerate(outcomes):
-            each = 1000.0 if one is DENSE else sent
+            each = 1000.0 if one is DENSE_CONTENDER else sent
             key = plan.key(one, seed)
             add_result(path, Result(key, one.name, found, each, {"torch": "2"}, "2026-01-01"))
     return compare(plan, candidate, read_results(path), MARGINS[plan.task.spec.metric])
@@ -133,10 +133,10 @@ def test_a_diverged_run_is_worse_and_sets_no_limit(four_bits: Path) -> None:
     assert (found.record.verdict, found.interval) == ("worse", None)
     assert found.differences == [0.0, math.inf]
     assert found.record.left == ResidualStats(0.2, 0.5)
-    assert "1 of 2 runs diverged" in document([found]).markdown()
+    assert "1 of 2 runs diverged" in accuracy_document([found]).markdown()
     found = judged(four_bits, [outcome(2.0)], [wild])
     assert found.record.left is None
-    assert "guard" not in document([found]).markdown()
+    assert "guard" not in accuracy_document([found]).markdown()
 
 
 def test_lossless_is_judged_by_bits(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_runs_are_found_by_everything_they_depend_on(tmp_path, monkeypatch) -> N
         file = config_file(tmp_path, "c", compression=usual | section, activation=activation)
         (candidate,) = read_candidates([file])
         task = SimpleNamespace(spec=dataclasses.replace(TASK, steps=steps), digest="task")
-        return Plan(task, [], range(1), "processes").key(candidate, 0)  # type: ignore[arg-type]
+        return RunPlan(task, [], range(1), "processes").key(candidate, 0)  # type: ignore[arg-type]
 
     # the warm-up is cut to 25 steps in either; clocks change no number
     for same in ({"warmup_steps": 40}, {"exchange": {"autotune": False}}):
@@ -246,7 +246,7 @@ def test_equal_runs_are_trained_once_and_names_are_unique(tmp_path: Path, four_b
     copy.write_bytes(four_bits.read_bytes())
     candidates = read_candidates([four_bits, copy])
     assert len({c.name for c in candidates}) == 2
-    missing = Plan(opened(), candidates, range(2)).missing({})
+    missing = RunPlan(opened(), candidates, range(2)).missing({})
     assert [(seed, c.name) for seed, c in missing] == [
         (0, "dense"), (0, "four"), (1, "dense"), (1, "four"),
     ]  # fmt: skip
@@ -254,14 +254,14 @@ def test_equal_runs_are_trained_once_and_names_are_unique(tmp_path: Path, four_b
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_report_is_the_golden_one(four_bits: Path, is_golden: Any) -> None:
-    dense = [outcome(2.0), outcome(2.1), outcome(2.2)]
-    report = document([judged(four_bits, dense, [outcome(2.1), outcome(2.2), outcome(2.31)])])
+    dense, ours = ([outcome(x) for x in row] for row in ((2.0, 2.1, 2.2), (2.1, 2.2, 2.31)))
+    report = accuracy_document([judged(four_bits, dense, ours)])
     assert is_golden("accuracy_report.md", report.markdown())
     assert report.html().count("<svg") == 1
 
 
 def test_the_launch_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(opened(world=3), (), range(1), "processes")
+    plan = RunPlan(opened(world=3), (), range(1), "processes")
 
     def launch(backend, module, job, folder, *, on_event, stall_s) -> None:
         assert (backend.processes, backend.gpus) == (3, True)

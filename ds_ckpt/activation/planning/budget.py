@@ -18,7 +18,7 @@ from ds_ckpt.activation.inputs import MIN_BYTES, PREFETCH
 from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import Forward
 from ds_ckpt.activation.planning.solve import Front, Option, Room, least, need
-from ds_ckpt.activation.planning.trace import Survey, TracedOperator, simulate, survey
+from ds_ckpt.activation.planning.trace import Survey, TracedOperator, survey, trace_fake_step
 from ds_ckpt.activation.policies import BudgetOf, Unit
 from ds_ckpt.activation.selective import cores, products
 from ds_ckpt.errors import Problem, UnsupportedError
@@ -403,6 +403,6 @@ def plan_within(
 
 def temporary_bytes(forward: Forward, plan: ActivationPlan) -> int:
     """Return the bytes of a simulated step's peak that the plan does not count."""
-    step = simulate(forward, plan.units(forward.model))
+    step = trace_fake_step(forward, plan.units(forward.model))
     counted = plan.needed_bytes - sum(plan.resident.values())
     return max(0, step.peak_bytes - counted)

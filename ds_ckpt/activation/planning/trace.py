@@ -341,7 +341,7 @@ def _parts_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
             yield "mlp", module
 
 
-def simulate(
+def trace_fake_step(
     forward: Forward, units: Sequence[Unit], inputs: CheckpointedInputsConfig | None = None
 ) -> StepTrace:
     """Trace one step of a fake copy of the model; see `StepTrace.run`."""

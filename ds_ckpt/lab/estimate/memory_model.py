@@ -34,7 +34,7 @@ _NCCL_PEER_BYTES = 470_000_000
 """Bytes per peer on the node: 3.28 GB for an all-to-all with 7 of them (H100, NCCL issue 1685)."""
 _NCCL_NETWORK_BYTES = 512 << 20
 """Bytes per group on several nodes, whatever their number (NCCL issue 2363)."""
-DEFAULTS = {
+ZERO_DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_param_persistence_threshold": 100_000,
@@ -135,7 +135,7 @@ def estimate(
     shard = sum(math.ceil(n / world) for n in parameters.trainable)
     full_shard = sum(math.ceil(n / world) for n in parameters.counts)
     bucket, prefetch, threshold, reuse, group = (
-        _elements(key, zero, parameters.hidden) for key in DEFAULTS
+        _elements(key, zero, parameters.hidden) for key in ZERO_DEFAULTS
     )
     released = [n for n in parameters.counts if n > threshold]
     sizes = (released, parameters.largest_block, trainable, item, reuse, prefetch)
@@ -302,8 +302,8 @@ def _elements(key: str, zero: Mapping[str, Any], hidden: int | None) -> int:
             "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
             "stage3_param_persistence_threshold": 10 * hidden,
         }
-        return filled_in.get(key, DEFAULTS[key])
-    return _whole(value, DEFAULTS[key])
+        return filled_in.get(key, ZERO_DEFAULTS[key])
+    return _whole(value, ZERO_DEFAULTS[key])
 
 
 def _whole(value: Any, default: int) -> int:

@@ -17,7 +17,7 @@ from ds_ckpt.activation.planning.costs import moved_bytes
 from ds_ckpt.compression.base import Codec, Compressor
 from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
-from ds_ckpt.config.verdicts import Loss, VerdictRecord, allows, sections_on_record
+from ds_ckpt.config.verdicts import AcceptedLoss, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import ExchangeSettings
 from ds_ckpt.lab.estimate.memory_model import (
@@ -29,7 +29,7 @@ from ds_ckpt.lab.estimate.memory_model import (
 from ds_ckpt.lab.estimate.model import Model
 from ds_ckpt.lab.estimate.simulate import GradientTimes, Machine, Weights
 from ds_ckpt.lab.workload import DENSE, RESIDENT, STOCK
-from ds_ckpt.telemetry.counters import sent_bytes
+from ds_ckpt.telemetry.counters import collective_bytes
 from ds_ckpt.telemetry.memory import MemoryTracker
 
 DENSE_ONCE = f"{DENSE}, once a step"
@@ -87,7 +87,9 @@ class PlanMethod:
         return found if machine.streams else found._replace(nccl=0)
 
 
-def methods(loss: Loss, exchanging: int = 1) -> tuple[list[PlanMethod], list[PlanMethod]]:
+def plan_methods(
+    loss: AcceptedLoss, exchanging: int = 1
+) -> tuple[list[PlanMethod], list[PlanMethod]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
     Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good. So
@@ -127,7 +129,7 @@ def gradients(
     settings = method.settings
     if settings is None:
         backend = "nccl" if machine.streams else "gloo"
-        sent = sent_bytes("reduce_scatter", itemsize * model.trained, world, backend)
+        sent = collective_bytes("reduce_scatter", itemsize * model.trained, world, backend)
         rounds = 1 if machine.streams else 2
         each = sent / max(model.trained, 1)
         return GradientTimes(each, inside_bytes=each, hops=rounds * (world - 1), ring=True)

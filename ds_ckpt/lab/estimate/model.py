@@ -20,10 +20,10 @@ from ds_ckpt.activation.planning.costs import Rates
 from ds_ckpt.activation.planning.fake import FakeModel, Forward
 from ds_ckpt.activation.planning.trace import Survey, survey
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters
+from ds_ckpt.lab.estimate.memory_model import ZERO_DEFAULTS, Parameters
 from ds_ckpt.lab.estimate.profile import blocks_of, built_fake
 from ds_ckpt.lab.estimate.simulate import TimedBlock
-from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, tokens_of
+from ds_ckpt.lab.subject import Sizes, arguments_of, find_subject, sequence_length
 
 SURVEYED = 2
 """Blocks: the first may hold what all share, such as rotary tables."""
@@ -82,7 +82,7 @@ class Model:
             self._repeated += self._subject.layers - SURVEYED  # type: ignore[operator]
             self._subject = find_subject(name, replace(sizes, layers=SURVEYED))
         made = built_fake(self._subject, 1)
-        model, self.tokens = made.model, tokens_of(made.batch)
+        model, self.tokens = made.model, sequence_length(made.batch)
         self.has_own_checkpointing = getattr(model, "supports_gradient_checkpointing", False)
         blocks, self._modules = blocks_of(model, modules)
         blocks = [b for b in blocks if not any(b.name.startswith(f"{o.name}.") for o in blocks)]
@@ -153,8 +153,8 @@ class Model:
         forward_s: Sequence[float],
         plan: ActivationPlan,
         *,
-        persistent: int = DEFAULTS["stage3_param_persistence_threshold"],
-        reuse: int = DEFAULTS["stage3_max_reuse_distance"],
+        persistent: int = ZERO_DEFAULTS["stage3_param_persistence_threshold"],
+        reuse: int = ZERO_DEFAULTS["stage3_max_reuse_distance"],
     ) -> list[TimedBlock]:
         """Make the blocks of a simulated step, with the parts before and after them.
 

@@ -21,23 +21,23 @@ from ds_ckpt.activation.blocks import Block, repeated_classes
 from ds_ckpt.activation.planning.budget import AUTO_SHARE
 from ds_ckpt.activation.planning.fake import FakeModel
 from ds_ckpt.activation.planning.trace import StepTrace, Work
-from ds_ckpt.activation.policies import POLICIES, Unit, make_plan, policy_names
+from ds_ckpt.activation.policies import POLICIES, Unit, make_units, policy_names
 from ds_ckpt.config import parse
 from ds_ckpt.config.activation import ActivationConfig, activation_policy
 from ds_ckpt.config.paths import lookup, precision
 from ds_ckpt.errors import ConfigError, DsCkptError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory_model import Parameters, States, estimate
-from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, tokens_of
+from ds_ckpt.lab.subject import Sizes, Subject, find_subject, run_forward, sequence_length
 from ds_ckpt.telemetry.memory import OUTSIDE, free_on, tensors_in
 from ds_ckpt.telemetry.timings import profiler_range
 from ds_ckpt.telemetry.units import size, times
 
 NONE = "none"
 """Name of the step without a policy."""
-PARTS = ("attention", "mlp", "norm", "other")
+BLOCK_PARTS = ("attention", "mlp", "norm", "other")
 TRACED_BLOCKS = 2
 """Blocks of the model of a real step, if all of its blocks are equal."""
-Report = Callable[[str], object]
+TextProgress = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def units_of(name: str, section: dict[str, Any] | None, model: nn.Module) -> lis
     """Return the units of a policy on this model; None: no checkpointing."""
     if section is None:
         return None
-    return make_plan(model, activation_policy(settings_of(name, section)))
+    return make_units(model, activation_policy(settings_of(name, section)))
 
 
 def _section(name: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def footprints(
     wanted: Sections,
     modules: Sequence[str] | None,
     *,
-    report: Report = lambda text: None,
+    report: TextProgress = lambda text: None,
 ) -> list[Footprint]:
     """Trace one step of each policy on fake tensors; UnsupportedError if it reads a value."""
     found = []
@@ -216,9 +216,9 @@ def footprints(
             policy=policy,
             section=section,
             batch=count,
-            tokens=tokens_of(batch),
+            tokens=sequence_length(batch),
             held_bytes=trace.saved.bytes,
-            blocks={n: {p: held[n, p] for p in PARTS} for n in names},
+            blocks={n: {p: held[n, p] for p in BLOCK_PARTS} for n in names},
             peak_bytes=trace.peak_bytes,
             forward=trace.work["forward"],
             recompute=trace.work["recompute"],
@@ -229,7 +229,7 @@ def footprints(
     return found
 
 
-def make_profile(options: Options, report: Report = lambda text: None) -> Profile:
+def make_profile(options: Options, report: TextProgress = lambda text: None) -> Profile:
     """Trace all policies and batches. Raises ConfigError and UnsupportedError, with remedies."""
     options, configured, notes = _with_file(options)
     subject = find_subject(options.model, options.sizes)

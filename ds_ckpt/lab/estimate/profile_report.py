@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.activation.planning.budget import AUTO_SHARE
-from ds_ckpt.lab.estimate.profile import PARTS, Profile
+from ds_ckpt.lab.estimate.profile import BLOCK_PARTS, Profile
 from ds_ckpt.lab.report.document import (
     Code,
     Document,
@@ -21,7 +21,7 @@ from ds_ckpt.telemetry.memory import OUTSIDE
 from ds_ckpt.telemetry.units import count, size, times
 
 
-def document(profile: Profile) -> Document:
+def profile_document(profile: Profile) -> Document:
     """Write the tables, the findings with their configuration, and the notes."""
     first, states = profile.footprints[0], profile.states
     title = (
@@ -64,7 +64,7 @@ def _states(profile: Profile) -> Table:
 def _saved(profile: Profile) -> Table:
     first = profile.footprints[0]
     inside = [parts for name, parts in first.blocks.items() if name != OUTSIDE]
-    rows = [(part, size(sum(parts[part] for parts in inside))) for part in PARTS]
+    rows = [(part, size(sum(parts[part] for parts in inside))) for part in BLOCK_PARTS]
     rows.append(("outside of blocks", size(sum(first.blocks[OUTSIDE].values()))))
     rows.append(("all", size(first.held_bytes)))
     return Table((f"in {len(inside)} blocks", "bytes"), rows)

@@ -17,15 +17,15 @@ from typing import Any
 
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
-from ds_ckpt.config.verdicts import Loss
+from ds_ckpt.config.verdicts import AcceptedLoss
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.lab.estimate.memory_model import DEFAULTS, Parameters, States, estimate
+from ds_ckpt.lab.estimate.memory_model import ZERO_DEFAULTS, Parameters, States, estimate
 from ds_ckpt.lab.estimate.methods import (
     LOSSLESS_BITS,
     LOSSLESS_S,
     PlanMethod,
     gradients,
-    methods,
+    plan_methods,
     weights,
 )
 from ds_ckpt.lab.estimate.model import ACTIVATIONS, Model
@@ -65,7 +65,7 @@ OWN_FIGURES = (
 SMALLER_BUCKETS = (1, 4, 16)
 """Divisors of the bucket that are tried as long as memory is short."""
 ZERO1, ZERO2, ZERO3, HPZ = "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ"
-DEEPSPEEDS = (ZERO1, ZERO2, ZERO3, HPZ)
+ZERO_KINDS = (ZERO1, ZERO2, ZERO3, HPZ)
 BUDGET, OWN = "budget", "the model's own"
 """Policies: a mixture, and the model's own checkpointing of every block, without this plugin."""
 TIE = 0.06
@@ -84,7 +84,7 @@ class Question:
     cluster: Cluster
     latency_inside_s: float
     sequences: int
-    loss: Loss
+    loss: AcceptedLoss
     dtype: str = "bf16"
 
     @property
@@ -222,7 +222,7 @@ class Search:
         self.machine = machine = question.machine
         two_levels = machine.hosts > 1 and machine.local > 1
         exchanging = machine.hosts if two_levels else machine.ranks
-        self.methods, self.refused = methods(question.loss, exchanging)
+        self.methods, self.refused = plan_methods(question.loss, exchanging)
         self.each, rest = divmod(question.sequences, machine.ranks)
         if rest:
             why = f"each of {machine.ranks} ranks trains equally many sequences"
@@ -297,7 +297,7 @@ class Search:
             other = self.uniform(replace(of, offload=True), "block")
         if other is not None and other.fits:
             yield other
-        is_alone = of.weights in DEEPSPEEDS and of.method.settings is None
+        is_alone = of.weights in ZERO_KINDS and of.method.settings is None
         has_own = has_block and self.question.model.has_own_checkpointing
         if is_alone and has_own and sum(self._memory(of).values()) < self.question.capacity_bytes:
             own = self.uniform(replace(of, policy=OWN), "block")
@@ -477,7 +477,7 @@ def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
 
 def bucket_of(model: Model, divisor: int = 1) -> int:
     """Return the elements of a bucket of gradients."""
-    return -(-min(DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS)) // divisor)
+    return -(-min(ZERO_DEFAULTS["reduce_bucket_size"], -(-model.trained // BUCKETS)) // divisor)
 
 
 def deepspeed_file(

@@ -25,7 +25,7 @@ SSH_S = 12.0
 """Time limit for a host's answer to ssh."""
 INTERFACE = "eth0"
 """Network interface of every emulated host."""
-HEADER_BYTES = 66
+FRAME_HEADER_BYTES = 66
 """Headers of a packet: Ethernet 14, IPv4 20, TCP with timestamps 32."""
 _ROUTES = Path("/proc/self/net/route")
 _OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -232,10 +232,10 @@ def run_quick(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def sent_bytes(interface: str) -> int:
+def read_sent_bytes(interface: str) -> int:
     """Read the payload bytes that an interface has sent since boot; KeyError if it is missing."""
     counted = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
-    return int(counted.bytes_sent - HEADER_BYTES * counted.packets_sent)
+    return int(counted.bytes_sent - FRAME_HEADER_BYTES * counted.packets_sent)
 
 
 def link_interface(where: str) -> str | None:

@@ -81,7 +81,7 @@ exec "$4" -D -e -f "$1/$2.sshd"
 """
 
 
-def missing(*, pdsh: bool = False) -> list[str]:
+def emulation_obstacles(*, pdsh: bool = False) -> list[str]:
     """Return why nodes, or nodes that pdsh reaches, cannot be emulated here; empty if they can."""
     if sys.platform != "linux":
         return ["network namespaces need Linux"]
@@ -143,7 +143,7 @@ class EmulatedHosts(Backend):
 
     Rates are in 10^6 bit/s with headers, enforced by the kernel's `tbf`; None is not limited. With
     `pdsh` a leading `deepspeed` starts its ranks over pdsh instead of directly.
-    Entering raises HostError if `missing()` has reasons or a host does not come up.
+    Entering raises HostError if `emulation_obstacles()` has reasons or a host does not come up.
     """
 
     count: int = 2
@@ -160,7 +160,7 @@ class EmulatedHosts(Backend):
         self._pids: list[int] = []
 
     def __enter__(self) -> EmulatedHosts:
-        if reasons := missing(pdsh=self.pdsh):
+        if reasons := emulation_obstacles(pdsh=self.pdsh):
             why = "each node is a network, process and mount namespace" + ", with sshd" * self.pdsh
             remedy = "fix the cause above, or use a hostfile or --loopback"
             problem = Problem("this machine", "; ".join(reasons), why, remedy)

@@ -217,15 +217,15 @@ def deepspeed(
     limit_s: float = 240.0,
     poll: Callable[[], None] = lambda: None,
 ) -> str:
-    """Run `deepspeed ... argv` in `folder` over all hosts, as `run`; return its output."""
+    """Run `deepspeed ... argv` in `folder` over all hosts, as `supervise`; return its output."""
     prepared = backend.prepare(["deepspeed", *argv], folder)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_shared_buffers, backend.port)
         stack.enter_context(lock_cleared_on_failure(prepared.environment))
-        return run(prepared, folder, limit_s=limit_s, poll=poll, backend=backend)
+        return supervise(prepared, folder, limit_s=limit_s, poll=poll, backend=backend)
 
 
-def run(
+def supervise(
     prepared: Prepared,
     folder: Path,
     *,

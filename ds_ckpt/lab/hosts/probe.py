@@ -32,7 +32,7 @@ from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.hosts.launcher import check_hosts, launch
 
-FORMAT = "ds_ckpt links 3"
+LINKS_FORMAT = "ds_ckpt links 3"
 _PINGS = 60
 _START_S, _PAIR_S = 120.0, 30.0
 _FIRST_BYTES, _MESSAGE_BYTES = 1 << 20, 1 << 24
@@ -50,21 +50,21 @@ class Pair:
 
 def save(pairs: Sequence[Pair], path: Path) -> None:
     """Write JSON."""
-    content = {"format": FORMAT, "pairs": [asdict(pair) for pair in pairs]}
+    content = {"format": LINKS_FORMAT, "pairs": [asdict(pair) for pair in pairs]}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def load(path: Path) -> list[Pair]:
     """Read JSON; ValueError if `path` is not such a file."""
     content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} does not have the format '{FORMAT}'")
+    if not isinstance(content, dict) or content.get("format") != LINKS_FORMAT:
+        raise ValueError(f"{path} does not have the format '{LINKS_FORMAT}'")
     if not (pairs := TypeAdapter(list[Pair]).validate_python(content.get("pairs"))):
         raise ValueError(f"{path} has no pairs of nodes")
     return pairs
 
 
-def measure(heartbeat: Heartbeat, seconds: float, device: str) -> list[Pair]:
+def measure_pairs(heartbeat: Heartbeat, seconds: float, device: str) -> list[Pair]:
     """Measure every pair of nodes, `seconds` or more each; collective."""
     everyone = gather_objects((socket.gethostname(), os.environ.get("LOCAL_RANK", "0")))
     leaders = [rank for rank, (_, local) in enumerate(everyone) if local == "0"]
@@ -157,7 +157,7 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
     heartbeat, job = begin("Measure links; started by deepspeed.")
-    pairs = measure(heartbeat, job["seconds"], get_accelerator().current_device_name())
+    pairs = measure_pairs(heartbeat, job["seconds"], get_accelerator().current_device_name())
     if dist.get_rank() == 0:
         save(pairs, heartbeat.folder / "links.json")
     dist.barrier()

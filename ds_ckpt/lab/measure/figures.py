@@ -45,7 +45,7 @@ class Ratio(NamedTuple):
     denominator: float
 
 
-Value = Estimate | Ratio | float | None
+FigureValue = Estimate | Ratio | float | None
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Figure(Generic[Of]):
     name: str
     title: str
     unit: str
-    of: Callable[[Of], Value]
+    of: Callable[[Of], FigureValue]
 
     @property
     def heading(self) -> str:
         """Title with the unit."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
-    def text(self, value: Value) -> str:
+    def text(self, value: FigureValue) -> str:
         """Format a value in its unit, without the unit."""
         if value is None or isinstance(value, Ratio):
             return "-"

@@ -25,11 +25,11 @@ from ds_ckpt.lab.measure.figures import (
 )
 from ds_ckpt.lab.measure.samples import PARTS, Memory, Sample, Trial
 from ds_ckpt.lab.measure.spec import Configuration, Spec, link, title
-from ds_ckpt.lab.report.charts import missing as missing_package
+from ds_ckpt.lab.report.charts import missing_package_error
 from ds_ckpt.telemetry.units import MB, number
 
 Key = TypeVar("Key")
-Outcome = Literal["share", "all", "none", "free", "busy", "single"]
+ComparisonOutcome = Literal["share", "all", "none", "free", "busy", "single"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ComparisonRow:
     is_checked: bool = True
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ComparisonOutcome:
         """Return the result: the part of recomputation's time that compression pays for.
 
         `share`, `all`, or `none` that is significant. If recomputation's cost is not significant,
@@ -108,7 +108,7 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         if not numbers:
             continue
         rows_of = functools.partial(_rows, spec, trials, peaks)
-        values = estimate(numbers, functools.partial(_values, spec, rows_of))
+        values = jackknife(numbers, functools.partial(_values, spec, rows_of))
         found = {
             n: replace(row, step_s=values[n, "step_s"], link_bytes=values[n, "link_bytes"])
             for n, row in rows_of(numbers).items()
@@ -161,7 +161,7 @@ def _row(spec: Spec, trials: Sequence[Trial], peaks: Mapping[str, float]) -> Row
 def _interface_excess(trials: Sequence[Trial]) -> float | None:
     """Return the share by which interfaces count more than collectives."""
     counted = sum(sum(t.far_bytes.values()) for t in trials)
-    passed = statistics.median(sum(t.link_bytes) for t in trials) * len(trials)
+    passed = statistics.median(sum(t.interface_bytes) for t in trials) * len(trials)
     return None if passed < 0.05 * counted or not counted else passed / counted - 1
 
 
@@ -182,7 +182,7 @@ def _values(
     return found
 
 
-def estimate(
+def jackknife(
     numbers: Sequence[int], figures: Callable[[Sequence[int]], Mapping[Key, float | Ratio]]
 ) -> dict[Key, Estimate]:
     """Estimate figures from the repetitions `numbers`, each also without one of them.
@@ -194,7 +194,7 @@ def estimate(
     try:
         from scipy.stats import t
     except ImportError as error:
-        raise missing_package("scipy") from error
+        raise missing_package_error("scipy") from error
     quantile = float(t.ppf(0.975, count - 1)) if count > 1 else math.nan
     others = [figures([n for n in numbers if n != out]) for out in numbers if count > 1]
     return {

@@ -31,7 +31,7 @@ from ds_ckpt.lab.report.document import (
 )
 from ds_ckpt.lab.workload import DENSE
 
-FORMAT = "ds_ckpt measure 5"
+REPORT_FORMAT = "ds_ckpt measure 5"
 MAX_SHARE = 2.0
 """Largest share in the chart; larger ones are drawn at this value."""
 _SCREEN = ("step_s", "link_bytes", "stored_weight_bytes", "peak_bytes")
@@ -101,7 +101,7 @@ class Report:
     def json(self) -> dict[str, Any]:
         """Return everything; a value that does not exist is NaN, null in the file."""
         return {
-            "format": FORMAT,
+            "format": REPORT_FORMAT,
             "spec": asdict(self.findings.spec),
             "runs": self.runs,
             "headline": headline(self.findings),

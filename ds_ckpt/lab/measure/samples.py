@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_ckpt.errors import Problem, StateError
 from ds_ckpt.telemetry.timings import Span, innermost
@@ -75,7 +75,7 @@ class Trial(_Record):
     """Consecutive timed steps of one configuration. Bytes are per step.
 
     `far_bytes` are payload to other nodes (on one node, to other ranks) by purpose. They are
-    counted at the collectives and summed over ranks. Each node's interface sends `link_bytes`.
+    counted at the collectives and summed over ranks. Each node's interface sends `interface_bytes`.
     """
 
     by = ("kind", "configuration", "rate_mbit", "repetition")
@@ -85,7 +85,9 @@ class Trial(_Record):
     repetition: int
     steps: tuple[StepTime, ...]
     far_bytes: dict[str, float]
-    link_bytes: tuple[float, ...]
+    interface_bytes: tuple[float, ...] = Field(
+        validation_alias=AliasChoices("interface_bytes", "link_bytes")  # of earlier versions
+    )
     stored_weight_bytes: float
 
 

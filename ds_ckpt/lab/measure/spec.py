@@ -199,7 +199,7 @@ def title(exchange: str) -> str:
     return f"{method} with {weights}{resident}" if weights else method
 
 
-def check(spec: Spec) -> None:
+def check_spec(spec: Spec) -> None:
     """Raise ConfigError with every setting that cannot work."""
     problems = []
 

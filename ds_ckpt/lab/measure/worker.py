@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 import ds_ckpt
 from ds_ckpt.exchange.transport import gather_objects
 from ds_ckpt.lab import workload
-from ds_ckpt.lab.hosts.backends import link_interface, sent_bytes
+from ds_ckpt.lab.hosts.backends import link_interface, read_sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial, parts
 from ds_ckpt.lab.measure.spec import NO_COMM, SPECS, Configuration, Spec, deepspeed_config
@@ -177,10 +177,10 @@ class Worker:
         before, counted = self._settled(), one.session.counters.snapshot()
         times = [self._step(one, first + spec.drop + step) for step in range(spec.steps)]
         delta = one.session.counters.snapshot() - counted
-        link_bytes = (self._settled() - before) / spec.steps
+        interface_bytes = (self._settled() - before) / spec.steps
         far = {p.value: delta.far_bytes[p] / spec.steps for p in Purpose}
         leads = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        everyone = gather_objects((times, far, [link_bytes] * leads, one.stored_weight_bytes))
+        everyone = gather_objects((times, far, [interface_bytes] * leads, one.stored_weight_bytes))
         all_times, all_far, by_node, stored = zip(*everyone, strict=True)
         self._append(
             Trial(
@@ -189,7 +189,7 @@ class Worker:
                 repetition=repetition,
                 steps=slowest(all_times),
                 far_bytes={name: sum(p[name] for p in all_far) for name in far},
-                link_bytes=tuple(itertools.chain(*by_node)),
+                interface_bytes=tuple(itertools.chain(*by_node)),
                 stored_weight_bytes=max(stored),
             )
         )
@@ -198,7 +198,7 @@ class Worker:
         """Read the bytes that the interface has sent, while nothing is being sent."""
         dist.barrier()
         time.sleep(SETTLE_S)
-        found = 0 if self.interface is None else sent_bytes(self.interface)
+        found = 0 if self.interface is None else read_sent_bytes(self.interface)
         dist.barrier()
         return found
 

@@ -19,7 +19,7 @@ _DASHES = ("-", "--", "-.", ":")
 _COLOURS = ("#000000", "#b3541e", "#1b4f8a", "#3f7d3a", "#7a3f8a", "#8a7a1b", "#666666")
 _FILLS = ("#e8e8e8", "#b9b9b9", "#dbe7f3", "#9fc0de", "#5f8fbf", "#2f5f8f", "#e6a76b", "#c0602b")
 _HATCHES = ("//", "..", "xx", "\\\\", "--", "oo", "**", "")
-Span = tuple[float, float, float]
+ErrorBar = tuple[float, float, float]
 """Low end, middle and high end."""
 
 
@@ -38,7 +38,7 @@ class Rows:
     names: Sequence[str]
     x: str
     bands: Sequence[Band] = ()
-    spans: Sequence[Span | None] = ()
+    spans: Sequence[ErrorBar | None] = ()
     dots: Sequence[Sequence[float]] = ()
     notes: Sequence[str] = ()
     shaded: float = 0.0
@@ -85,7 +85,7 @@ class Line:
 
     label: str
     points: Sequence[tuple[float, float]]
-    spans: Sequence[Span] = ()
+    spans: Sequence[ErrorBar] = ()
     shown: Literal["both", "line", "marks"] = "both"
 
 
@@ -153,7 +153,7 @@ def svg(panels: Sequence[Panel]) -> str:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise missing("matplotlib") from error
+        raise missing_package_error("matplotlib") from error
     heights = [panel.inches for panel in panels]
     # pyplot would need a display
     figure = Figure(figsize=(8.2, sum(heights)), layout="constrained")
@@ -169,7 +169,7 @@ def svg(panels: Sequence[Panel]) -> str:
     return text[text.index("<svg") :]
 
 
-def missing(package: str) -> UnsupportedError:
+def missing_package_error(package: str) -> UnsupportedError:
     """Return the error for a missing package of the `report` extra."""
     remedy = "install the extra: pip install 'ds_ckpt[report]'"
     problem = Problem(package, "not installed", "reports and plots need it", remedy)

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ds_ckpt.lab.report.charts import Panel, missing, svg
+from ds_ckpt.lab.report.charts import Panel, missing_package_error, svg
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Document:
         try:
             import jinja2
         except ImportError as error:
-            raise missing("jinja2") from error
+            raise missing_package_error("jinja2") from error
         environment = jinja2.Environment(
             loader=jinja2.PackageLoader("ds_ckpt", "lab/report"),
             autoescape=True,

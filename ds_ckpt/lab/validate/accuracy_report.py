@@ -28,7 +28,7 @@ _ADVICE = (
 )
 
 
-def document(comparisons: Sequence[Judgement]) -> Document:
+def accuracy_document(comparisons: Sequence[Judgement]) -> Document:
     """Build the report of all candidates of a task."""
     first = comparisons[0].record
     workers = "virtual workers" if first.mode == "virtual" else "ZeRO-3 ranks"

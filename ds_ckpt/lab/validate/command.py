@@ -11,12 +11,12 @@ from rich.progress import Progress
 
 from ds_ckpt.config.verdicts import FILE_NAME, read_verdicts, write_verdicts
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
-from ds_ckpt.lab.validate.accuracy_report import document
+from ds_ckpt.lab.validate.accuracy_report import accuracy_document
 from ds_ckpt.lab.validate.compare import MARGINS, compare, exit_code, grid_step
 from ds_ckpt.lab.validate.data import has_labels
 from ds_ckpt.lab.validate.experiment import (
     Mode,
-    Plan,
+    RunPlan,
     add_result,
     read_candidates,
     read_results,
@@ -67,13 +67,13 @@ def run(
         console.print(f"{spec.describe()}: loading")
         task = open_task(spec, device=device or "cpu")
         _check_resolution(task, share)
-        plan = Plan(task, candidates, range(seeds), mode)
+        plan = RunPlan(task, candidates, range(seeds), mode)
         _train(plan, output, console)
     finally:
         torch.set_num_threads(threads)
     results = read_results(output / RESULTS)
     comparisons = [compare(plan, one, results, share) for one in candidates]
-    report = document(comparisons)
+    report = accuracy_document(comparisons)
     try:
         written = report.write(output)[0]
     except UnsupportedError:  # no packages for the HTML file; report.md is written
@@ -95,7 +95,7 @@ def _check_resolution(task: Task, margin: float) -> None:
         raise ConfigError(Problem("--data", found, why, remedy))
 
 
-def _train(plan: Plan, folder: Path, console: Console) -> None:
+def _train(plan: RunPlan, folder: Path, console: Console) -> None:
     """Train the missing runs, with a progress bar in a terminal."""
     path, steps = folder / RESULTS, plan.task.spec.steps
     results = read_results(path)

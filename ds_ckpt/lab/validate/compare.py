@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ds_ckpt.config.verdicts import Verdict, VerdictRecord, decisive
 from ds_ckpt.lab.validate.data import Examples
 from ds_ckpt.lab.validate.equivalence import ConfidenceInterval, judge, more_seeds
-from ds_ckpt.lab.validate.experiment import DENSE, Contender, Plan, Result, Results
+from ds_ckpt.lab.validate.experiment import DENSE_CONTENDER, Contender, Result, Results, RunPlan
 from ds_ckpt.lab.validate.task import BETAS, Task
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -47,10 +47,10 @@ class Judgement:
         return f"inconclusive: needs about {more} more seeds"
 
 
-def compare(plan: Plan, candidate: Contender, results: Results, margin: float) -> Judgement:
+def compare(plan: RunPlan, candidate: Contender, results: Results, margin: float) -> Judgement:
     """Judge a candidate by finished runs."""
     task, spec = plan.task, plan.task.spec
-    keys = [(plan.key(DENSE, s), plan.key(candidate, s)) for s in plan.seeds]
+    keys = [(plan.key(DENSE_CONTENDER, s), plan.key(candidate, s)) for s in plan.seeds]
     pairs = [(results[dense], results[ours]) for dense, ours in keys]
     gaps = [_difference(dense, ours, spec.metric) for dense, ours in pairs]
     verdict: Verdict

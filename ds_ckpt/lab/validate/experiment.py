@@ -41,7 +41,7 @@ SAMPLE_EVERY = 10
 """Steps between two measurements of the residuals."""
 Progress = Callable[[int, float], object]
 """(steps done, last loss)."""
-Report = Callable[[str, int, float], object]
+RunProgress = Callable[[str, int, float], object]
 """(name of the run, steps done, last loss)."""
 
 
@@ -93,7 +93,7 @@ def train(
 class Result:
     """A finished run.
 
-    `key` is `Plan.key`, and `name` is for readers. `sixteen_bit_bytes` are those that the busiest
+    `key` is `RunPlan.key`, `name` is for readers. `sixteen_bit_bytes` are those that the busiest
     worker sends in a compressed step with bf16 gradients.
     """
 
@@ -137,7 +137,7 @@ def add_result(path: Path, result: Result) -> None:
 
 
 Results = Mapping[str, Result]
-"""By `Plan.key`."""
+"""By `RunPlan.key`."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Contender:
         return 0 if self.settings.lossless else self.settings_for(spec).warmup_steps
 
 
-DENSE = Contender("dense", "", PluginConfig(), DENSE_SETTINGS)
+DENSE_CONTENDER = Contender("dense", "", PluginConfig(), DENSE_SETTINGS)
 
 
 def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Contender]:
@@ -176,7 +176,7 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Conte
         plugin = parse(config, source=str(path))
         method = plugin.compression.method
         settings = DENSE_SETTINGS if method == "none" else exchange_settings(plugin.compression)
-        taken = path.stem in (DENSE.name, *(one.name for one in found))
+        taken = path.stem in (DENSE_CONTENDER.name, *(one.name for one in found))
         name = str(path.with_suffix("")) if taken else path.stem
         candidate = Contender(name, str(path), plugin, settings)
         changes_anything = method != "none" or plugin.activation.active
@@ -194,7 +194,7 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Conte
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """All runs of a task: every candidate and dense training, for every seed."""
 
     task: Task
@@ -208,7 +208,7 @@ class Plan:
         settings = decisive(candidate.plugin.compression.model_copy(update=warm_up))
         activation = candidate.plugin.activation
         recomputed = activation.model_dump(mode="json") if activation.active else None
-        about = environment(self.mode)
+        about = run_versions(self.mode)
         for name in candidate.plugin.compression.methods_used():
             module = methods()[name].__module__ if name in methods() else "ds_ckpt."
             if not module.startswith("ds_ckpt."):  # its changes are in no version above
@@ -220,21 +220,21 @@ class Plan:
     def missing(self, results: Results) -> list[tuple[int, Contender]]:
         """Return the runs without a result, by seed and dense ones first, equal ones once."""
         wanted: dict[str, tuple[int, Contender]] = {}
-        for candidate in (DENSE, *self.candidates):
+        for candidate in (DENSE_CONTENDER, *self.candidates):
             for seed in self.seeds:
                 if (key := self.key(candidate, seed)) not in results:
                     wanted.setdefault(key, (seed, candidate))
         return sorted(wanted.values(), key=lambda run: self.seeds.index(run[0]))
 
 
-TrainOne = Callable[[Plan, Contender, int, Progress], Outcome]
+TrainOne = Callable[[RunPlan, Contender, int, Progress], Outcome]
 
 
 def train_missing(
-    plan: Plan, results: Results, train_one: TrainOne, report: Report
+    plan: RunPlan, results: Results, train_one: TrainOne, report: RunProgress
 ) -> Iterator[Result]:
     """Train all runs without a result and yield theirs. `report` is called at every tenth step."""
-    spec, about = plan.task.spec, environment(plan.mode)
+    spec, about = plan.task.spec, run_versions(plan.mode)
     for seed, candidate in plan.missing(results):
         name = f"seed {seed}, {candidate.name}"
         outcome = train_one(plan, candidate, seed, functools.partial(report, name))
@@ -249,7 +249,7 @@ def train_missing(
         yield Result(plan.key(candidate, seed), name, outcome, sent_bytes, about, day)
 
 
-def environment(mode: Mode) -> dict[str, str]:
+def run_versions(mode: Mode) -> dict[str, str]:
     """Return the versions, and for ZeRO-3 ranks the accelerator, that a result depends on."""
     found = versions()
     if mode == "processes":
@@ -258,14 +258,14 @@ def environment(mode: Mode) -> dict[str, str]:
     return found
 
 
-def train_virtual(plan: Plan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
+def train_virtual(plan: RunPlan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
     """Train one run with virtual workers in this process. See `TrainOne`."""
     spec, task = plan.task.spec, plan.task
     task.begin(seed)
     world = InProcessWorld(
         task.model,
         task.loss,
-        spec.recipe(dense=candidate.name == DENSE.name),
+        spec.recipe(dense=candidate.name == DENSE_CONTENDER.name),
         candidate.settings_for(spec),
         workers=spec.world,
         accumulation=spec.accumulation,

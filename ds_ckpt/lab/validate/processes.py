@@ -24,9 +24,9 @@ from ds_ckpt.lab.validate.experiment import (
     SAMPLE_EVERY,
     Contender,
     Outcome,
-    Plan,
     Progress,
-    Report,
+    RunPlan,
+    RunProgress,
     add_result,
     read_candidates,
     read_results,
@@ -41,7 +41,7 @@ _STALL_S = 1200.0
 """Longest time between two events: ten slow steps, building an engine, two evaluations."""
 
 
-def run_processes(plan: Plan, results: Path, folder: Path, report: Report) -> None:
+def run_processes(plan: RunPlan, results: Path, folder: Path, report: RunProgress) -> None:
     """Train all runs without a result on `plan.task.spec.world` ranks, which add to `results`.
 
     Raises LaunchError if the ranks failed or hung; finished runs are kept.
@@ -71,7 +71,7 @@ def main() -> None:
     task = open_task(TaskSpec(**job["spec"]), device=get_accelerator().current_device_name())
     task.digest = job["digest"]  # the same on every device
     candidates = read_candidates([Path(file) for file in job["files"]], "processes")
-    plan, path = Plan(task, candidates, job["seeds"], "processes"), Path(job["results"])
+    plan, path = RunPlan(task, candidates, job["seeds"], "processes"), Path(job["results"])
     heartbeat.beat(kind="begun")
 
     def report(name: str, done: int, loss: float) -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def train_zero3(plan: Plan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
+def train_zero3(plan: RunPlan, candidate: Contender, seed: int, progress: Progress) -> Outcome:
     """Train one run, on every rank. See `experiment.TrainOne`."""
     spec, task, recipe = plan.task.spec, plan.task, plan.task.spec.recipe()
     config = engine_config(spec, candidate.file, candidate.warm_up(spec))
