@@ -224,7 +224,7 @@ class Predictor:
         model, method = self.model(row["shape"]), row["method"]
         costs = Rates(rates["flop_per_s"], rates["bytes_per_s"], math.inf)
         planner = model.planner(row["sequences"], costs)
-        plan = planner.all_alike(row["policy"], ACTIVATIONS)
+        plan = planner.uniform_plan(row["policy"], ACTIVATIONS)
         inside = link = Link(rates["link_bytes_per_s"])
         if row["rate_mbit"] is not None:
             bytes_per_s = row["rate_mbit"] * 1e6 / 8
@@ -258,7 +258,7 @@ class Predictor:
         )
         if section.get("method") == "quantize":
             each = rates["quantize_s"] / local  # a host's processes divide a bucket
-            how = replace(how, encode_s=each, decode_s=each / 2, hold_s=each / 4)
+            how = replace(how, encode_s=each, decode_s=each / 2, accumulate_s=each / 4)
         resident = None
         if "weights" in sections:
             lossless = sections["weights"]["deltas"] == "lossless"

@@ -135,7 +135,7 @@ def simulated(point: Point, model: Model, share: float | None = None) -> float:
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster(point.cluster, NEEDED)
     inside = known.entry("links", "inside a node", ("latency_s",))
-    known.done()
+    known.raise_problems()
     assert cluster is not None
     if share is not None:
         device = cluster.device

@@ -116,7 +116,7 @@ def sections() -> Iterator[str]:
             model = Model(name, Sizes(None, torch.bfloat16))
             for cluster in clusters:
                 found = known.cluster(f"{cluster}, 1 Gbit/s", NEEDED)
-                known.done()
+                known.raise_problems()
                 assert found is not None
                 each = max(1, round(STEP_TOKENS / model.tokens / found.devices))
                 last = Question(model, found, inside["latency_s"], each * found.devices, "equal")

@@ -89,13 +89,15 @@ class Section(BaseModel):
             return raw
         kept: dict[str, Any] = {}
         for key, value in ((str(key), value) for key, value in raw.items()):
-            new, gone = cls.renamed.get(key), cls.removed.get(key)
+            new, removed = cls.renamed.get(key), cls.removed.get(key)
             if new and raw.get(new) is None:
                 warn(f"{key}: former name of {new}, which the next release will refuse")
                 key = new
-            is_same = gone and value == gone.constant and type(value) is type(gone.constant)
-            if gone and is_same and not gone.values:
-                warn(f"{key}: no effect: {gone.why}; {gone.remedy}")
+            is_same = (
+                removed and value == removed.constant and type(value) is type(removed.constant)
+            )
+            if removed and is_same and not removed.values:
+                warn(f"{key}: no effect: {removed.why}; {removed.remedy}")
                 continue
             if value is not None or key not in cls.model_fields:
                 kept[key] = value

@@ -30,7 +30,7 @@ from ds_ckpt.activation.snapshot import (
     LEAVE_OUT,
     CheckpointedModule,
     Snapshot,
-    changed_between,
+    change_error,
     refusal,
 )
 from ds_ckpt.errors import Problem, RecomputeError
@@ -50,7 +50,7 @@ class RecomputeContext:
 
     recompute: Sequence[Scope] = ()
     trackers: Sequence[Tracker] = ()
-    removed: bool = False
+    is_removed: bool = False
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
@@ -296,7 +296,7 @@ class Call:
                 parameter, version = holder
                 if version_of(parameter) != version:
                     kind = in_words(parameter.shape, parameter.dtype)
-                    raise changed_between(name, f"the weight {kind}")
+                    raise change_error(name, f"the weight {kind}")
                 return parameter
             backward = _running_backward()
             if backward == -1 or backward not in self._values:
@@ -335,7 +335,7 @@ class Call:
         self._is_followed = self._is_followed or bool(links)
         return links
 
-    def outputs_again(self, unpack: Callable[[Any], Any]) -> list[Any]:
+    def recomputed_outputs(self, unpack: Callable[[Any], Any]) -> list[Any]:
         """Return the leaves of the recomputation's result; it runs now if it has not run yet."""
         if not self._made:
             self._recompute(unpack)
@@ -349,7 +349,7 @@ class Call:
         except RuntimeError as error:
             if "inplace operation" not in str(error) or type(error) is not RuntimeError:
                 raise
-            raise changed_between(self._target.name, "an argument") from error
+            raise change_error(self._target.name, "an argument") from error
 
     def __enter__(self) -> None:
         """Enter the state before the forward. Torch does so around each recomputation."""
@@ -371,7 +371,7 @@ class Call:
             found = "a backward through a forward that has not ended, or ended with an exception"
             why = "the recomputation needs a forward that has returned"
             raise refusal(target.name, found, why, f"compute gradients behind it, {LEAVE_OUT}")
-        if self._context.removed:
+        if self._context.is_removed:
             found = "checkpointing that was removed after the block's forward"
             why = "the recomputation would find another module than its forward"
             raise refusal(target.name, found, why, "remove it when no backward is outstanding")
@@ -380,7 +380,7 @@ class Call:
             for scope in self._context.recompute:
                 stack.enter_context(scope())
             links = self._links.items()
-            self._inputs = {i: call.outputs_again(unpack)[n] for i, (call, unpack, n) in links}
+            self._inputs = {i: call.recomputed_outputs(unpack)[n] for i, (call, unpack, n) in links}
             for call, *_ in self._links.values():
                 call._made = []
             for tracker, states in self._random:

@@ -22,14 +22,14 @@ class CheckpointedInputs:
     """Saved-tensor hooks around the calls of one model's units.
 
     `partition` splits the arguments of blocks over a group; `store` keeps the tensors. Tensors of
-    one recomputation are moved together. Without `keeps_inputs`, autograd keeps the inputs of
+    one recomputation are moved together. Unless `stores_inputs`, autograd keeps the inputs of
     recomputations.
     """
 
     store: InputStore
     partition: Partition | None = None
     units: Sequence[Unit] = ()
-    keeps_inputs: bool = True
+    stores_inputs: bool = True
 
     def __post_init__(self) -> None:
         self._places: dict[str, tuple[int, int]] = {}
@@ -60,7 +60,7 @@ class CheckpointedInputs:
             return enter(function, *args, **kwargs)
         store, is_recomputed = self.store, checkpointed is not None
         partition = self.partition if is_recomputed else None
-        is_forward, hooked = True, self.keeps_inputs or not is_recomputed
+        is_forward, hooked = True, self.stores_inputs or not is_recomputed
         with store.lock:
             call = self._begin(label) if hooked else None
 
@@ -224,8 +224,8 @@ def build_inputs(
 
     Parameters and buffers of the model are not moved. `group`: ranks over which inputs are split.
     """
-    keeps_inputs = config.offload or config.partition
-    if not keeps_inputs and not any(unit.offloads for unit in units):
+    stores_inputs = config.offload or config.partition
+    if not stores_inputs and not any(unit.offloads for unit in units):
         return None
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     ahead = config.offload_prefetch
@@ -243,4 +243,4 @@ def build_inputs(
         partition = Partition(
             group, store, device, min_bytes=config.partition_min_bytes, ahead=ahead
         )
-    return CheckpointedInputs(store, partition, units=units, keeps_inputs=keeps_inputs)
+    return CheckpointedInputs(store, partition, units=units, stores_inputs=stores_inputs)

@@ -107,7 +107,7 @@ class CheckpointedBlocks:
 
     def remove(self) -> None:
         """Restore the model. A backward that is outstanding is refused."""
-        self._context.removed = True
+        self._context.is_removed = True
         self._patches.undo()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_ckpt.activation.snapshot import changed_between, saved_changed
+from ds_ckpt.activation.snapshot import change_error, saved_change_error
 from ds_ckpt.telemetry.counters import OffloadCounters
 from ds_ckpt.telemetry.memory import version_of
 from ds_ckpt.telemetry.timings import profiler_range
@@ -114,15 +114,15 @@ class SavedStorage:
 class OffloadedStorage(SavedStorage):
     """Storage on the device (`original`, or `fetched` again), in host memory (`host`), or both.
 
-    `label` is the block that saved it first. `changed` is set if the original was changed in place
-    before its release. `aliases` are the tensors saved over it, which may count versions of their
-    own (`_unsafe_view`), with their versions.
+    `label` is the block that saved it first. `is_changed` is set if the original was changed in
+    place before its release. `aliases` are the tensors saved over it, which may count versions of
+    their own (`_unsafe_view`), with their versions.
     """
 
     original: Tensor | None
     host: Tensor | None = None
     fetched: Tensor | None = None
-    changed = False
+    is_changed = False
 
     def __init__(self, tensor: Tensor, label: str) -> None:
         super().__init__(tensor)
@@ -137,7 +137,7 @@ class OffloadedStorage(SavedStorage):
     def note_changes(self) -> None:
         """Record whether the original was changed in place."""
         if any(alias._version != version for alias, version in self.aliases):
-            self.changed = True
+            self.is_changed = True
 
     def release(self) -> None:
         """Drop the original, which is in host memory."""
@@ -147,7 +147,7 @@ class OffloadedStorage(SavedStorage):
 
     def matches(self, tensor: Tensor) -> bool:
         """Return whether it holds the present values of `tensor`, over the same storage."""
-        return not self.changed and self.version == tensor._version
+        return not self.is_changed and self.version == tensor._version
 
 
 class TensorView:
@@ -344,7 +344,7 @@ class InputStore:
 
     def _send(self, storage: OffloadedStorage) -> None:
         storage.note_changes()
-        if storage.original is None or storage.changed:
+        if storage.original is None or storage.is_changed:
             return  # a changed tensor is refused in backward
         self._leaving.append(storage)
         if storage.host is None:
@@ -369,12 +369,12 @@ class InputStore:
         if isinstance(ref, OffloadedRef):
             self.reach(call)
             ref.storage.note_changes()
-            label, changed = ref.storage.label, ref.storage.changed
+            label, changed = ref.storage.label, ref.storage.is_changed
         else:
             label, changed = ref.label, version_of(ref.tensor) != ref.version
         if changed:
             recomputed = call.weights is None
-            raise changed_between(label, "an input") if recomputed else saved_changed(label)
+            raise change_error(label, "an input") if recomputed else saved_change_error(label)
         return self.take(ref)
 
     def take(self, ref: OffloadedRef | InPlaceRef) -> Tensor:

@@ -51,14 +51,14 @@ def refusal(name: str, found: str, why: str, remedy: str) -> UnsupportedError:
     return UnsupportedError(Problem(where=name, found=found, why=why, remedy=remedy))
 
 
-def changed_between(name: str, what: str) -> UnsupportedError:
+def change_error(name: str, what: str) -> UnsupportedError:
     """Return the error for a value that changed between a block's forward and its backward."""
     found = f"{what} that was changed in place after the block's forward"
     remedy = "change it after the backward of every forward that used it (x = x + y for x += y)"
     return refusal(name, found, CHANGED, f"{remedy}, {LEAVE_OUT}")
 
 
-def saved_changed(name: str) -> UnsupportedError:
+def saved_change_error(name: str) -> UnsupportedError:
     """Return the error for a saved tensor of an offloaded block that changed since."""
     found = "a saved tensor that was changed in place after it was saved"
     remedy = 'write x = x + y for x += y, or give the block the policy "none"'
@@ -389,7 +389,7 @@ class Snapshot:
     def restored(self) -> Iterator[None]:
         """Restore the state before the forward; afterwards the present state."""
         for what in self._changed():
-            raise changed_between(self._target.name, what)
+            raise change_error(self._target.name, what)
         now, generators = holders(self._target.parts), self._copied.generators
         states = [generator.get_state() for generator in generators]
         copied = CopiedObjects()

@@ -72,7 +72,7 @@ def check(
 
     where = Hostfile(hostfile, port=port, ssh_port=ssh_port)
     nodes = check_hosts(where)
-    alike: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for node in nodes:
         warnings = []
         if abs(node.ahead_s) > _CLOCK_S:
@@ -86,8 +86,8 @@ def check(
             )
         ranks, state = where.counts[node.name], "; ".join(warnings) or "ok"
         text = f"ranks {ranks}, interface {node.interface}; {state}"
-        alike.setdefault(text, []).append(node.name)
-    for text, names in alike.items():
+        by_text.setdefault(text, []).append(node.name)
+    for text, names in by_text.items():
         typer.echo(f"{', '.join(names)}: {text}")
     versions = ", ".join(" ".join(pair) for pair in nodes[0].versions.items())
     typer.echo(f"all nodes: {versions}; port {port} is free on {nodes[0].name}")

@@ -92,7 +92,7 @@ def plan(
         known = Hardware.load(hardware, "--cluster")
         named = known.cluster(cluster, NEEDED, links)
         inside = known.entry("links", "inside a node", ("latency_s",))
-        known.done()
+        known.raise_problems()
         assert named is not None
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
         with Console(stderr=True).status("surveying the model", spinner="line"):

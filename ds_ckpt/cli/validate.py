@@ -49,7 +49,7 @@ def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
     from ds_ckpt.config import load_file, parse
     from ds_ckpt.config.paths import lookup
     from ds_ckpt.config.rules import conditions
-    from ds_ckpt.config.verdicts import accuracy_words, verdicts_on
+    from ds_ckpt.config.verdicts import describe_accuracy, verdicts_on
     from ds_ckpt.errors import DsCkptError
     from ds_ckpt.zero3 import compatibility
 
@@ -78,7 +78,7 @@ def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
         "summary": config.summary(),
         "conditions": list(conditions(config, raw)),
         "accuracy": [verdict.model_dump(mode="json") for verdict in verdicts],
-        "accuracy_words": accuracy_words(config.compression, verdicts),
+        "accuracy_words": describe_accuracy(config.compression, verdicts),
     }
     return result | {"ok": True, **found}
 

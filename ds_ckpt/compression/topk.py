@@ -195,10 +195,10 @@ def select_in_blocks(values: Tensor, blocks: Blocks, offsets: Tensor) -> None:
     tile = _TILE_ELEMENTS if on_host(values.device) else _TILE_ELEMENTS_ACCELERATOR
     rows = torch.arange(blocks.rows, dtype=torch.int32, device=values.device).unsqueeze(1)
     for some, places in row_groups(blocks.numel, tile, values, offsets):
-        _select_together(some, blocks, rows, places, tile)
+        _select_batched(some, blocks, rows, places, tile)
 
 
-def _select_together(
+def _select_batched(
     values: Tensor, blocks: Blocks, rows: Tensor, offsets: Tensor, tile: int
 ) -> None:
     shards, full_rows = values.shape[0], blocks.rows - 1

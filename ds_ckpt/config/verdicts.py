@@ -23,7 +23,7 @@ FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 Verdict = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
 AcceptedLoss = Literal["equal", "any"]
-"""Accepted loss: none that validation found, any, or a share of the loss."""
+"""Accepted loss: `equal` is none that validation found."""
 
 
 class VerdictRecord(BaseModel):
@@ -194,7 +194,7 @@ def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]
     return found
 
 
-def accuracy_words(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
+def describe_accuracy(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
     """Return one line per verdict, the worst first; none if the settings are lossless."""
     if not compression.lossy:
         return []

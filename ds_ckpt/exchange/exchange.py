@@ -91,7 +91,7 @@ class Item:
         return _packed_bytes(self.codec, self.dtype, self.layout)
 
     @property
-    def divided_last(self) -> bool:
+    def is_divided_last(self) -> bool:
         """Return whether an uncompressed tensor is summed before it is divided."""
         return self.local.dtype == self.dtype and self.dtype.itemsize < 4
 
@@ -384,7 +384,7 @@ class AllToAllExchange:
         return packets
 
     def _pack_uncompressed(self, item: Item, outgoing: Sequence[tuple[range, Tensor]]) -> None:
-        divisor = 1 if item.divided_last else self.world
+        divisor = 1 if item.is_divided_last else self.world
         for dests, payloads in outgoing:
             parts = item.layout.rows(item.local, dests)
             out = section(payloads, 0, parts.shape[1], item.dtype)
@@ -436,7 +436,7 @@ class AllToAllExchange:
     def _sum_uncompressed(self, item: Item) -> Tensor:
         arrived = section(item.arriving, 0, item.own.numel(), item.dtype)
         total = arrived.sum(0, dtype=item.own.dtype).add_(item.own)
-        return total.div_(self.world) if item.divided_last else total
+        return total.div_(self.world) if item.is_divided_last else total
 
 
 def _compile_kernels(codec: Codec, numel: int, device: torch.device) -> None:

@@ -253,7 +253,10 @@ class ResidualFiles:
         if (file.method, file.format) != (self.method, FORMAT):
             found = f"method {file.method}, format {file.format}"
             why = f"this run uses method {self.method}, format {FORMAT}"
-            raise _refused(path, found, why, f"set ds_ckpt.compression.method to {file.method}")
+            remedy = f"set ds_ckpt.compression.method to {file.method}"
+            if file.format != FORMAT:
+                remedy = "load it with the version of ds_ckpt that wrote it"
+            raise _refused(path, found, why, remedy)
         for name in file.names:
             shards = ShardLayout(self.numels.get(name, 0), file.world)
             wanted = LocalShard(shards, file.members or tuple(range(file.world))).numel

@@ -1,6 +1,6 @@
 """Transport of an exchange's bytes: `torch.distributed` behind a protocol, packets, sums in a node.
 
-`virtual` has a transport between threads of one process. `compression.wire` has the format.
+`lab.validate.virtual` has a transport between threads. `compression.wire` has the format.
 """
 
 from collections.abc import Callable, Sequence

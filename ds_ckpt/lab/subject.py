@@ -124,10 +124,10 @@ def find_subject(name: str, sizes: Sizes) -> Subject:
     common = models.get(name.lower())
     if common is None and ":" in name:
         return _callable(name, sizes)
-    meant = difflib.get_close_matches(name.lower(), models, cutoff=0.75)
-    if common is None and "/" not in name and meant:
+    close = difflib.get_close_matches(name.lower(), models, cutoff=0.75)
+    if common is None and "/" not in name and close:
         why = f"models known by name: {', '.join(models)}"
-        raise _refused(f'"{name}"', why, f'write "{meant[0]}", or the path of a config.json')
+        raise _refused(f'"{name}"', why, f'write "{close[0]}", or the path of a config.json')
     return _hugging_face(name, sizes, common and common["config"])
 
 
@@ -205,8 +205,8 @@ def _hugging_face(name: str, sizes: Sizes, shape: dict[str, Any] | None = None) 
         return model, {"input_ids": ids, "labels": ids[:, 0] * 0 if classifies else ids}
 
     kinds = set(getattr(config, "layer_types", None) or ())
-    alike = config.model_type in _UNIFORM and len(kinds) < 2
-    return Subject(name, build, layers=config.num_hidden_layers if alike else None)
+    is_uniform = config.model_type in _UNIFORM and len(kinds) < 2
+    return Subject(name, build, layers=config.num_hidden_layers if is_uniform else None)
 
 
 def _hf_model(config: Any, layers: int | None) -> Any:

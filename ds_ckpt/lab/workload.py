@@ -105,11 +105,11 @@ def split_topics(topics: Mapping[str, bytes], *, source: str) -> Corpus:
         if size < largest and size + len(topics[name]) <= 1.05 * largest:
             heldout.add(name)
             size += len(topics[name])
-    sides = (
+    parts = (
         b"".join(topics[name] for name in sorted(topics) if (name in heldout) == held_out)
         for held_out in (False, True)
     )
-    return Corpus(source, *sides)
+    return Corpus(source, *parts)
 
 
 def python_topics() -> dict[str, bytes]:

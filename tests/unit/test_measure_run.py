@@ -122,7 +122,9 @@ def test_the_demo_is_a_preset(on_hosts, tmp_path, monkeypatch) -> None:
         raise HostError(Problem("b", "no answer", "it has vanished", "look"))
 
     monkeypatch.setattr(trials, "measure", measured)
-    monkeypatch.setattr(emulated, "emulation_obstacles", lambda: [] if on_hosts else ["no namespaces"])
+    monkeypatch.setattr(
+        emulated, "emulation_obstacles", lambda: [] if on_hosts else ["no namespaces"]
+    )
     monkeypatch.setattr(emulated, "EmulatedHosts", lambda *_, **__: nullcontext())
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["measure", "--demo"])

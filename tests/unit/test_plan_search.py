@@ -57,7 +57,7 @@ def demo() -> Model:
 def ask(text: str = TEXT, sequences: int = 16, memory: float = 1.0, loss: str = "equal") -> Search:
     known = Hardware.load(None, "--cluster")
     cluster = known.cluster(text, NEEDED)
-    known.done()
+    known.raise_problems()
     assert cluster is not None
     device = cluster.device
     values = {**device.values, "memory_bytes": memory * device["memory_bytes"]}
@@ -76,7 +76,7 @@ def test_two_blocks_multiplied_are_the_model(monkeypatch: pytest.MonkeyPatch) ->
     few, all_ = demo().planner(2, RATES), whole.planner(2, RATES)
     assert few.way_names == all_.way_names
     for word in few.way_names:
-        one, other = few.all_alike(word, ACTIVATIONS), all_.all_alike(word, ACTIVATIONS)
+        one, other = few.uniform_plan(word, ACTIVATIONS), all_.uniform_plan(word, ACTIVATIONS)
         assert (one.held_bytes, one.needed_bytes) == (other.held_bytes, other.needed_bytes)
         assert one.recompute_s == other.recompute_s
         assert one.none_bytes == other.none_bytes

@@ -66,8 +66,8 @@ def test_every_candidate_holds_and_computes_what_is_measured(kind: str) -> None:
     assert none.saved.bytes == found.saved_bytes
     assert none.work["forward"].flops == sum(o.flops for o in found.operators) > 0
     assert len(ways[0]) >= 3
-    for word in (c.word for c in ways[0]):
-        chosen = [next((c for c in w if c.word == word), w[0]) for w in ways]
+    for word in (c.way_name for c in ways[0]):
+        chosen = [next((c for c in w if c.way_name == word), w[0]) for w in ways]
         units = _units(model, [b.name for b in found.blocks], chosen)
         held = found.outside.union(*(c.held for c in chosen))
         assert found.bytes_of(held) == _measured(model, data, units), word
@@ -114,7 +114,7 @@ def test_tensors_saved_by_a_block_and_outside_exist_under_every_option() -> None
     found = survey(Forward(model, (x,), {}), modules=("layers.*",))
     planner = Planner(found, RATES, x.numel())
     for word in planner.way_names:
-        plan = planner.all_alike(word, Allowance(GIB, "activations"))
+        plan = planner.uniform_plan(word, Allowance(GIB, "activations"))
         if word == "offload":  # what blocks share is counted as if it stayed, and leaves
             continue
         measured = trace_fake_step(Forward(model, (x,), {}), plan.units(model))
@@ -186,7 +186,7 @@ def test_plans_keep_what_they_promise(offload: bool) -> None:
         if offload and recomputed:
             assert recomputed[-1].offloaded_bytes == 0  # the last input stays
             assert all(b.offloaded_bytes > 0 for b in recomputed[:-1])
-        whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.word == "block"}
+        whole = {b.held_bytes + b.offloaded_bytes for b in plan.blocks if b.way == "block"}
         assert len(whole) <= 1
         assert flops(step) == flops(none) + sum(b.recompute_flops for b in plan.blocks)
     assert before == 0.0
@@ -214,7 +214,7 @@ def test_offload_in_a_plan_keeps_every_limit_and_is_never_slower(
     without = planner.plan(alone)
     plan = planner.plan(replace(alone, host_bytes=host))
     assert plan.needed_bytes <= alone.budget_bytes
-    assert sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload") <= host
+    assert sum(b.offloaded_bytes for b in plan.blocks if b.way == "offload") <= host
     assert plan.recompute_s + plan.wait_s <= without.recompute_s + without.wait_s + 1e-12
     assert "offload" not in without.choices
     if host == 2**40 and bus == 1e11 and share > 0.5:  # the least budget fits no offloaded block
@@ -226,7 +226,7 @@ def test_a_step_with_offload_needs_what_the_plan_says(prefetch: int) -> None:
     """The engine's own store runs on tensors without memory."""
     model, data, found = _large()
     planner = Planner(found, replace(RATES, bus_bytes_per_s=1e12), 1024)
-    none = planner.all_alike("none", Allowance(GIB, "activations"))
+    none = planner.uniform_plan("none", Allowance(GIB, "activations"))
     temporary = trace_fake_step(Forward(model, (), data), []).peak_bytes - none.needed_bytes
     allowance = Allowance(1, "activations", prefetch=prefetch, host_bytes=2**40)
     budget = planner.least(allowance).needed_bytes

@@ -47,7 +47,7 @@ class Candidate:
     offloads: bool = False
 
     @property
-    def word(self) -> str:
+    def way_name(self) -> str:
         """Name the way."""
         if self.save_ops is None:
             return "offload" if self.offloads else "none"
@@ -107,7 +107,7 @@ class BlockPlan:
     """
 
     name: str
-    word: str
+    way: str
     save_ops: tuple[str, ...] | None
     held_bytes: int
     offloaded_bytes: int
@@ -151,15 +151,15 @@ class ActivationPlan:
     @property
     def choices(self) -> list[str]:
         """Name the way of each block."""
-        return [b.word for b in self.blocks]
+        return [b.way for b in self.blocks]
 
     def units(self, model: nn.Module) -> list[Unit]:
         """Make the units for `CheckpointedBlocks`."""
         modules = dict(model.named_modules())
         return [
-            Unit((Block(b.name, modules[b.name]),), b.save_ops or (), _WHERE, b.word == "offload")
+            Unit((Block(b.name, modules[b.name]),), b.save_ops or (), _WHERE, b.way == "offload")
             for b in self.blocks
-            if b.word != "none"
+            if b.way != "none"
         ]
 
     def line(self) -> str:
@@ -224,12 +224,12 @@ class Planner:
     @property
     def way_names(self) -> list[str]:
         """Name the ways that every block can have."""
-        each = [[way.word for way in ways] for ways in self._candidates]
-        return [word for word in each[0] if all(word in words for words in each)] if each else []
+        each = [[way.way_name for way in ways] for ways in self._candidates]
+        return [name for name in each[0] if all(name in names for names in each)] if each else []
 
-    def all_alike(self, word: str, allowance: Allowance) -> ActivationPlan:
+    def uniform_plan(self, way_name: str, allowance: Allowance) -> ActivationPlan:
         """Treat every block in one way, whether or not it fits."""
-        choice = [[way.word for way in ways].index(word) for ways in self._candidates]
+        choice = [[way.way_name for way in ways].index(way_name) for ways in self._candidates]
         return self._written(allowance, choice)
 
     def plan(self, allowance: Allowance) -> ActivationPlan:
@@ -271,7 +271,7 @@ class Planner:
                 choice = [allowed[n][i] for n, i in zip(self._blocks, choice, strict=True)]
                 plan = self._written(allowance, choice)
                 cost = plan.needed_bytes if fewest else plan.recompute_s + plan.wait_s
-                host_bytes = sum(b.offloaded_bytes for b in plan.blocks if b.word == "offload")
+                host_bytes = sum(b.offloaded_bytes for b in plan.blocks if b.way == "offload")
                 if host_bytes <= allowance.host_bytes:
                     found.append((cost, choice))
         return min(found)[1] if found else None
@@ -333,7 +333,7 @@ class Planner:
             name, held = found.blocks[number].name, option.held + option.moved - away
             cost_s = self._rates.seconds(way.flops, way.moved_bytes)
             cost = way.flops, cost_s, max(0.0, option.cost - cost_s)
-            blocks.append(BlockPlan(name, way.word, way.save_ops, held, away, *cost))
+            blocks.append(BlockPlan(name, way.way_name, way.save_ops, held, away, *cost))
         common = self._shared.intersection(frozenset().union(*(way.held for way in ways)))
         return ActivationPlan(
             allowance.of,

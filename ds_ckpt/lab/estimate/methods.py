@@ -151,7 +151,7 @@ def gradients(
         inside_bytes=inside,
         encode_s=share * moved[0] + accumulate_s + to_host_s,
         decode_s=share * moved[1],
-        hold_s=accumulate_s + to_host_s,
+        accumulate_s=accumulate_s + to_host_s,
         once=settings.defers_exchange(accumulation),
     )
 

@@ -99,14 +99,14 @@ class Model:
         self.tail = Stretch.of(tail, tied)
         found = [Stretch.of({names[id(p)]: p for p in b.module.parameters()}) for b in blocks]
         self.blocks = [*found, *found[-1:] * (self._repeated - 1)]
-        alone = Parameters.of(model, blocks)
-        again = tuple(s for b in found[-1:] for s in b.shapes) * (self._repeated - 1)
-        trained = tuple(one for one in again if one in alone.shapes)
+        stored = Parameters.of(model, blocks)
+        repeated = tuple(s for b in found[-1:] for s in b.shapes) * (self._repeated - 1)
+        trained = tuple(one for one in repeated if one in stored.shapes)
         self.parameters = replace(
-            alone,
-            counts=(*alone.counts, *(shape.numel() for _, shape in again)),
-            trainable=(*alone.trainable, *(shape.numel() for _, shape in trained)),
-            shapes=alone.shapes + trained,
+            stored,
+            counts=(*stored.counts, *(shape.numel() for _, shape in repeated)),
+            trainable=(*stored.trainable, *(shape.numel() for _, shape in trained)),
+            shapes=stored.shapes + trained,
         )
         self.elements = sum(self.parameters.counts)
         self.trained = sum(self.parameters.trainable)
@@ -136,9 +136,9 @@ class Model:
         made, found = self._surveyed(1)
         planner = Planner(found, Rates(1.0, 1.0, 1.0), 0)
         recomputed = planner.way_names[min(1, len(planner.way_names) - 1)]
-        alone = planner.all_alike(recomputed, ACTIVATIONS)
+        plan = planner.uniform_plan(recomputed, ACTIVATIONS)
         with made.entered():
-            return temporary_bytes(_forward(made), alone)
+            return temporary_bytes(_forward(made), plan)
 
     @functools.cached_property
     def work(self) -> tuple[float, float]:

@@ -36,16 +36,16 @@ def print_plan(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters; {question.cluster.text}; "
         f"{question.sequences} sequences of {model.tokens} tokens per step; loss: {question.loss}"
     )
-    alone, ours = search.best_with(plugin=False), search.best_with(plugin=True)
+    theirs, ours = search.best_with(plugin=False), search.best_with(plugin=True)
     by = "with ds_ckpt" if best.setting.sections else "DeepSpeed alone"
     console.print(f"[bold]Best:[/bold] {by}, {_line(search, best)}")
-    if alone is None or ours is None:
+    if theirs is None or ours is None:
         console.print(f"{'With ds_ckpt' if ours is None else 'DeepSpeed alone'}: nothing fits")
     else:
-        other = alone if best.setting.sections else ours
+        other = theirs if best.setting.sections else ours
         by = "DeepSpeed alone" if best.setting.sections else "With ds_ckpt"
         console.print(f"{by}: {_line(search, other)}")
-        console.print(f"ds_ckpt {_difference(alone, ours)}")
+        console.print(f"ds_ckpt {_difference(theirs, ours)}")
     console.print(
         f"Simulated. Steps within {TIE:.0%} are a tie: the closest to plain DeepSpeed is named. "
         "Costs, alternatives, sources: --details"
@@ -66,12 +66,12 @@ def _line(search: Search, one: PlanOption) -> str:
     )
 
 
-def _difference(alone: PlanOption, ours: PlanOption) -> str:
+def _difference(theirs: PlanOption, ours: PlanOption) -> str:
     found: dict[str, list[str]] = {"saves": [], "costs": []}
     for before, after, words in (
-        (alone.step.seconds, ours.step.seconds, "s per step"),
-        (alone.step.link_bytes / 1e9, ours.step.link_bytes / 1e9, "GB over a node's link"),
-        (alone.needed_bytes / GIB, ours.needed_bytes / GIB, "GiB of memory"),
+        (theirs.step.seconds, ours.step.seconds, "s per step"),
+        (theirs.step.link_bytes / 1e9, ours.step.link_bytes / 1e9, "GB over a node's link"),
+        (theirs.needed_bytes / GIB, ours.needed_bytes / GIB, "GiB of memory"),
     ):
         if abs(before - after) > _LEAST * before:
             change = f"{abs(before - after):.3g} {words} ({before:.3g} to {after:.3g})"

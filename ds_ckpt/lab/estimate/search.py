@@ -151,8 +151,8 @@ class Setting:
         settings = self.method.settings
         fewer_bytes = max((r.fewer_bytes for r in self.method.records), default=1.0)
         others = (self.weights == HPZ, self.offload, self.policy == OWN, self.divisor > 1)
-        is_rounded = settings is not None and not settings.lossless
-        return is_rounded, self.sections, sum(others), self.method.betas is not None, fewer_bytes
+        is_lossy = settings is not None and not settings.lossless
+        return is_lossy, self.sections, sum(others), self.method.betas is not None, fewer_bytes
 
     def describe(self) -> str:
         """Describe the setting on one line."""
@@ -335,15 +335,15 @@ class Search:
     def uniform(self, of: Setting, policy: str) -> PlanOption:
         """Give all blocks one policy, whether or not it fits."""
         allowance = replace(ACTIVATIONS, offload=of.offload)
-        plan = self._planner(of.sequences).all_alike(policy, allowance)
+        plan = self._planner(of.sequences).uniform_plan(policy, allowance)
         return self._candidate(of, plan)
 
     def _candidate(self, of: Setting, plan: ActivationPlan) -> PlanOption:
         question, machine, model = self.question, self.machine, self.question.model
         is_replicated, size = of.weights in (ZERO1, ZERO2), model.parameters.itemsize
-        alike = {*plan.choices}
+        distinct = {*plan.choices}
         # "attention and mlp" is no policy
-        policy = BUDGET if len(alike) > 1 or " and " in plan.choices[0] else alike.pop()
+        policy = BUDGET if len(distinct) > 1 or " and " in plan.choices[0] else distinct.pop()
         policy = OWN if of.policy == OWN else policy
         blocks = model.simulated(self._planner(of.sequences).forward_s, plan)
         bytes_per_s = question.cluster.device["memory_bytes_per_s"]
@@ -469,8 +469,8 @@ def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
     enough_s = (1 + TIE) * least_s
     close = [one for one in candidates if one.at_least_s <= enough_s]
     close.sort(key=lambda one: one.setting.distance)
-    for _, alike in itertools.groupby(close, lambda one: one.setting.distance):
-        if ties := [one for one in alike if one.step.seconds <= enough_s]:
+    for _, equals in itertools.groupby(close, lambda one: one.setting.distance):
+        if ties := [one for one in equals if one.step.seconds <= enough_s]:
             return min(ties, key=lambda one: one.step.seconds)
     raise AssertionError("the shortest is among the close ones")
 

@@ -99,7 +99,7 @@ class GradientTimes:
     """Exchange of gradients, by element of the model; seconds of one rank.
 
     Attributes:
-        hold_s: time of adding to the residuals in micro-steps that send nothing.
+        accumulate_s: time of adding to the residuals in micro-steps that send nothing.
         hops: latencies of an exchange.
         once: only in the last micro-step.
         ring: DeepSpeed's own, inside and between nodes at the same time.
@@ -109,7 +109,7 @@ class GradientTimes:
     inside_bytes: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
-    hold_s: float = 0.0
+    accumulate_s: float = 0.0
     hops: int = 1
     once: bool = False
     ring: bool = False
@@ -189,8 +189,8 @@ def at_least_s(machine: Machine, blocks: Sequence[TimedBlock], strategy: Strateg
         gathered += micro_steps * sum(b.elements * (1 if b.kept else 2) for b in blocks)
     sent = gathered * strategy.itemsize * (machine.ranks - 1) / machine.ranks
     sent += trained * exchanges * how.link_bytes + elements * (weights.link_bytes if weights else 0)
-    is_far = machine.hosts > 1 and not machine.network.burst_bytes
-    return max(computes_s * machine.slowest, is_far * sent / machine.network.bytes_per_s)
+    crosses_host = machine.hosts > 1 and not machine.network.burst_bytes
+    return max(computes_s * machine.slowest, crosses_host * sent / machine.network.bytes_per_s)
 
 
 def in_a_row(
@@ -205,7 +205,7 @@ def in_a_row(
 
 
 @dataclass
-class _Piece:
+class _TimedPart:
     """Computing that needs weights: a part of a block's forward, recompute or backward."""
 
     block: int
@@ -239,8 +239,8 @@ class _Simulation:
         """Chunks of changed weights under way. Each has the model's elements up to its end, its own
         elements, and the task that it is sent after."""
 
-    def _micro_step(self) -> list[_Piece]:
-        forward, backward = list[_Piece](), list[_Piece]()
+    def _micro_step(self) -> list[_TimedPart]:
+        forward, backward = list[_TimedPart](), list[_TimedPart]()
         for number, block in enumerate(self.blocks):
             forward += self._divided(number, "forward", block.forward_s, True)
         for number, block in reversed([*enumerate(self.blocks)]):
@@ -250,14 +250,14 @@ class _Simulation:
             backward += self._divided(number, "backward", block.backward_s, gathers)
         return forward + backward
 
-    def _divided(self, number: int, kind: str, seconds: float, gathers: bool) -> list[_Piece]:
+    def _divided(self, number: int, kind: str, seconds: float, gathers: bool) -> list[_TimedPart]:
         block = self.blocks[number]
         seconds += block.calls * self.machine.module_s
         if not gathers or not block.elements:
-            return [_Piece(number, kind, seconds)]
+            return [_TimedPart(number, kind, seconds)]
         count = max(1, min(block.calls, MOST_PIECES)) if self.machine.streams else 1
         each = (seconds / count, block.elements / count, block.calls / count)
-        return [_Piece(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
+        return [_TimedPart(number, kind, *each, i == 0, i == count - 1) for i in range(count)]
 
     def step(self) -> None:
         count = self.strategy.micro_steps
@@ -327,7 +327,7 @@ class _Simulation:
             return False
         return pieces <= 1 or elements < self.strategy.prefetch
 
-    def _gather(self, piece: _Piece, after: float, *, first: bool) -> float:
+    def _gather(self, piece: _TimedPart, after: float, *, first: bool) -> float:
         strategy = self.strategy
         if not piece.elements:
             return after
@@ -348,7 +348,7 @@ class _Simulation:
         nbytes = elements * self.strategy.itemsize * (members - 1) / members
         links = [True] * far + [False] * (machine.local > 1)
         send = functools.partial(self._send, kind, nbytes, members - 1, after, calls)
-        return max((send(far=is_far) for is_far in links), default=after)
+        return max((send(far=crosses_host) for crosses_host in links), default=after)
 
     def _send(
         self,
@@ -386,7 +386,7 @@ class _Simulation:
     def _exchange(self, elements: int, after: float, exchanges: list[float], *, last: bool) -> None:
         machine, how = self.machine, self.strategy.gradients
         if how.once and not last:
-            exchanges.append(self._compute("compression", elements * how.hold_s, after))
+            exchanges.append(self._compute("compression", elements * how.accumulate_s, after))
             return
         if len(exchanges) >= CONCURRENT_BUCKETS:
             self.now_s = max(self.now_s, exchanges[-CONCURRENT_BUCKETS])

@@ -38,7 +38,7 @@ class _Silence:
     def __init__(self, stall_s: float) -> None:
         self._stall_s, self._begun, self._last_s = stall_s, False, time.monotonic()
 
-    def ends(self) -> None:
+    def end(self) -> None:
         self._begun, self._last_s = True, time.monotonic()
 
     def overdue_s(self) -> float | None:
@@ -65,7 +65,7 @@ class Heartbeat:
 
     def beat(self, **event: Any) -> None:
         """Report progress; rank 0 also sends `event` to the launcher."""
-        self._silence.ends()
+        self._silence.end()
         if self._leads:
             with (self.folder / EVENTS).open("a", encoding="utf-8") as sink:
                 sink.write(json.dumps({"launch": self._launch, "event": event}) + "\n")
@@ -140,7 +140,7 @@ class Listener:
                 self._offset += len(text)
                 line = json.loads(text)
                 if line["launch"] == self.launch:  # else of a killed launch that has not ended yet
-                    self._silence.ends()
+                    self._silence.end()
                     yield line["event"]
 
     def end(self) -> None:

@@ -131,14 +131,14 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
 
 def _grouped(problems: Sequence[Problem]) -> list[Problem]:
     """Join the nodes that have the same problem; in its text they are NODE."""
-    alike: dict[tuple[str, ...], list[Problem]] = {}
+    by_texts: dict[tuple[str, ...], list[Problem]] = {}
     for problem in problems:
         name = rf"(?<![\w-]){re.escape(problem.where)}(?![\w-])"
         texts = (problem.found, problem.why, problem.remedy)
-        alike.setdefault(tuple(re.sub(name, "NODE", text) for text in texts), []).append(problem)
+        by_texts.setdefault(tuple(re.sub(name, "NODE", text) for text in texts), []).append(problem)
     return [
         Problem(", ".join(one.where for one in found), *texts) if found[1:] else found[0]
-        for texts, found in alike.items()
+        for texts, found in by_texts.items()
     ]
 
 

@@ -154,20 +154,20 @@ class Comparison:
     """Policy P and exchange C at one rate.
 
     `compared` is the row of P with C, `reference` of P with D, and `plain` of no checkpointing with
-    D. `silent` is the row of P that sends no gradient, if that was measured.
+    D. `no_comm` is the row of P that sends no gradient, if that was measured.
     """
 
     compared: Row
     reference: Row
     plain: Row
-    silent: Row | None
+    no_comm: Row | None
 
     @classmethod
     def of(cls, rows: Mapping[str, Row], one: Configuration) -> Comparison:
         """Look up the rows of a configuration."""
-        silent = Configuration(one.policy, NO_COMM, one.weights).name
+        no_comm = Configuration(one.policy, NO_COMM, one.weights).name
         reference, plain = rows[f"{one.policy}/{DENSE}"], rows[f"none/{DENSE}"]
-        return cls(rows[one.name], reference, plain, rows.get(silent))
+        return cls(rows[one.name], reference, plain, rows.get(no_comm))
 
     @property
     def cost_s(self) -> float:
@@ -182,7 +182,7 @@ class Comparison:
     @property
     def ceiling_s(self) -> float | None:
         """Time by which steps are shorter if no gradient is sent."""
-        return None if self.silent is None else paired_s(self.reference, self.silent)
+        return None if self.no_comm is None else paired_s(self.reference, self.no_comm)
 
     @property
     def freed_bytes(self) -> float:

@@ -116,8 +116,8 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         rows += found.values()
         for one in spec.compared:
             mine = {f.name: e for f in DERIVED if (e := values.get((one.name, f.name)))}
-            sides = Comparison.of(found, one)
-            checked = sides.reference.is_checked and sides.compared.is_checked
+            comparison = Comparison.of(found, one)
+            checked = comparison.reference.is_checked and comparison.compared.is_checked
             comparisons.append(ComparisonRow(rate, one.policy, one.exchange, mine, checked))
     return Findings(spec, rows, comparisons, missing)
 

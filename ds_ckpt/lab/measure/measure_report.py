@@ -89,8 +89,8 @@ class Report:
         """Return the JSON of the fastest configuration with the headline's method, or `dense`."""
         methods, rows = (DENSE, first.method.partition("/")[0]), self.findings.at(first.rate_mbit)
         names = [(row.step_s.value, Configuration.of(row.configuration)) for row in rows]
-        alike = [c for c in names if c[1].policy == first.policy and c[1].method in methods]
-        best = min(alike)[1]
+        comparable = [c for c in names if c[1].policy == first.policy and c[1].method in methods]
+        best = min(comparable)[1]
         values = {"activation": best.policy, "compression": best.method, "weights": best.weights}
         section = {axis: self.findings.spec.section(axis, value) for axis, value in values.items()}
         section["weights"] = {"resident": True} if section["weights"] else {}

@@ -127,19 +127,19 @@ def read_labelled(path: Path, encode: Encode, length: int, padding: int = 0) -> 
 
     Texts are cut or padded to `length` ids, with an attention mask.
     """
-    sides: tuple[list[tuple[str, Any]], ...] = ([], [])
+    split: tuple[list[tuple[str, Any]], ...] = ([], [])
     digest = hashlib.sha256()
     for text, label in _rows(path):
         if label is None:
             raise _refused(f"{path}: {text[:40]!r}", "it has no label", 'add "label" to each line')
         held_out = int(workload.content_hash(text), 16) % 10 == 0  # equal texts are on one side
-        sides[held_out].append((text, label))
+        split[held_out].append((text, label))
         digest.update(json.dumps([text, label]).encode())
-    classes = sorted({label for side in sides for _, label in side}, key=str)
-    if len(classes) < 2 or min(map(len, sides)) < 2:
+    classes = sorted({label for part in split for _, label in part}, key=str)
+    if len(classes) < 2 or min(map(len, split)) < 2:
         raise _refused(
-            f"{path} with {len(classes)} classes, {len(sides[0])} examples to train on and "
-            f"{len(sides[1])} held out",
+            f"{path} with {len(classes)} classes, {len(split[0])} examples to train on and "
+            f"{len(split[1])} held out",
             "a classifier needs two classes, and examples on both sides",
             'give more lines like {"text": "...", "label": "..."}',
         )
@@ -154,7 +154,7 @@ def read_labelled(path: Path, encode: Encode, length: int, padding: int = 0) -> 
         labels = torch.tensor([classes.index(label) for _, label in side])
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    train, heldout = map(tensors, sides)
+    train, heldout = map(tensors, split)
     return Examples(train, heldout, len(classes), path.name, digest.hexdigest())
 
 
