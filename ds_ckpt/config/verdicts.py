@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from ds_ckpt.compression import methods
 from ds_ckpt.config.compression import CompressionConfig
@@ -35,7 +35,7 @@ class VerdictRecord(BaseModel):
         metric, margin: relative held-out loss, or accuracy as a share.
         interval: difference to uncompressed training, 90%, positive is worse; None: diverged.
         steps, warm_up: of each run, and the number of uncompressed ones.
-        left: the largest observed values; None without residuals.
+        residual_stats: the largest observed values; None without residuals.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,7 +57,9 @@ class VerdictRecord(BaseModel):
     warm_up: int
     workers: int
     mode: Literal["virtual", "processes"]
-    left: ResidualStats | None
+    residual_stats: ResidualStats | None = Field(
+        validation_alias=AliasChoices("residual_stats", "left"), serialization_alias="left"
+    )
     versions: dict[str, str]
     date: str
 
@@ -131,7 +133,7 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
     content = _File(verdicts=tuple(by_key[k] for k in sorted(by_key)))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
-        text = json.dumps(content.model_dump(mode="json"), indent=1)
+        text = json.dumps(content.model_dump(mode="json", by_alias=True), indent=1)
         unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -71,10 +71,10 @@ def test_processes_and_virtual_workers_come_to_the_same(world2, tmp_path, monkey
     for ours, theirs in zip(virtual, [dense, *compressed], strict=True):
         assert [step for step, _ in ours.heldout] == [0, 8]
         assert ours.heldout[1][1] == pytest.approx(theirs["heldout"][1][1], abs=LOSS_TOLERANCE)
-        for left, mine in zip(theirs["left"], ours.left, strict=True):
+        for left, mine in zip(theirs["residual_stats"], ours.residual_stats, strict=True):
             assert left == pytest.approx(mine, rel=1e-4)
             assert 0.01 < left[1] < 1
-    assert [len(ours.left) for ours in virtual] == [0, 3, 4]
+    assert [len(ours.residual_stats) for ours in virtual] == [0, 3, 4]
     assert offload["digest"] == dense["digest"]
     assert dense["digest"] not in [one["digest"] for one in compressed]
 

@@ -61,7 +61,7 @@ def four_bits(tmp_path: Path) -> Path:
 def outcome(final: float, *, diverged: bool = False, digest: str = "d", **over: Any) -> Outcome:
     given: dict[str, Any] = {
         "heldout": [(0, 5.0), (100, final)],
-        "left": [(10, 0.9, 9.0), (60, 0.1, 0.5), (70, 0.2, 0.3)],
+        "residual_stats": [(10, 0.9, 9.0), (60, 0.1, 0.5), (70, 0.2, 0.3)],
         "digest": digest,
         "diverged": diverged,
     }
@@ -107,7 +107,7 @@ def test_differences_are_paired_and_relative(four_bits: Path) -> None:
     assert record.settings["warmup_steps"] == 50
     # the warm-up of 50 steps is cut to a quarter of the run and not part of the limits
     assert (record.steps, record.warm_up, record.seeds, record.margin) == (100, 25, 3, 0.005)
-    assert record.left == ResidualStats(0.2, 0.5)
+    assert record.residual_stats == ResidualStats(0.2, 0.5)
     assert record.mean == pytest.approx(0.001)
     assert (record.betas, record.fewer_bytes, record.date) == ((0.85, 0.999), 4.0, "2026-01-01")
 
@@ -128,14 +128,14 @@ def test_accuracy_is_in_points_and_less_is_worse(four_bits: Path) -> None:
 
 
 def test_a_diverged_run_is_worse_and_sets_no_limit(four_bits: Path) -> None:
-    wild = outcome(9.0, diverged=True, left=[(60, 1.0, 1e6)])
+    wild = outcome(9.0, diverged=True, residual_stats=[(60, 1.0, 1e6)])
     found = judged(four_bits, [outcome(2.0)] * 2, [outcome(2.0), wild])
     assert (found.record.verdict, found.interval) == ("worse", None)
     assert found.differences == [0.0, math.inf]
-    assert found.record.left == ResidualStats(0.2, 0.5)
+    assert found.record.residual_stats == ResidualStats(0.2, 0.5)
     assert "1 of 2 runs diverged" in accuracy_document([found]).markdown()
     found = judged(four_bits, [outcome(2.0)], [wild])
-    assert found.record.left is None
+    assert found.record.residual_stats is None
     assert "guard" not in accuracy_document([found]).markdown()
 
 
@@ -388,7 +388,7 @@ def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> N
     assert {r.metric for r in found} == {"loss", "accuracy"}
     for one in found:
         assert one.seeds >= 5 or one.interval is None
-        assert one.left is not None
+        assert one.residual_stats is not None
         assert one.versions["torch"]
     if not (whole.weights.resident or whole.activation.partition):  # which change no bits
         assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}

@@ -44,7 +44,11 @@ def accuracy_document(comparisons: Sequence[Judgement]) -> Document:
         shaded=100 * first.margin,
     )
     margin = Paragraph(f"Margin {100 * first.margin:g}{unit}. {_COLUMNS}")
-    limits = [_guard(one, left) for one in comparisons if (left := one.record.left) is not None]
+    limits = [
+        _guard(one, stats)
+        for one in comparisons
+        if (stats := one.record.residual_stats) is not None
+    ]
     sections = [
         ReportSection(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
         ReportSection("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),
@@ -80,8 +84,8 @@ def _percent(one: Judgement) -> tuple[float, float, float] | None:
     return 100 * one.interval.low, 100 * one.interval.mean, 100 * one.interval.high
 
 
-def _guard(one: Judgement, left: ResidualStats) -> str:
-    error, norm = min(1.0, _LEEWAY * left.error), _LEEWAY * left.residual_norm
+def _guard(one: Judgement, stats: ResidualStats) -> str:
+    error, norm = min(1.0, _LEEWAY * stats.error), _LEEWAY * stats.residual_norm
     limits = f'"error": {error:.3g}, "residual_norm": {norm:.3g}'
     return f'{one.candidate.name}: "guard": {{"action": "warn", {limits}}}'
 

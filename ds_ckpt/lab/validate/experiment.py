@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from ds_ckpt.compression import methods
 from ds_ckpt.config import PluginConfig, load_file, parse
@@ -49,12 +49,15 @@ RunProgress = Callable[[str, int, float], object]
 class Outcome:
     """Result of a run: (steps done, value) of held-out loss or accuracy, before and after training.
 
-    `left` has (steps done, compression error, residual norm) of the sampled steps. `digest` is of
-    every micro-step's loss and of the final evaluation, bit for bit.
+    `residual_stats` has (steps done, compression error, residual norm) of the sampled steps.
+    `digest` is of every micro-step's loss and of the final evaluation, bit for bit.
     """
 
     heldout: list[tuple[int, float]]
-    left: list[tuple[int, float, float]]
+    residual_stats: Annotated[
+        list[tuple[int, float, float]],
+        Field(validation_alias=AliasChoices("residual_stats", "left")),  # of earlier versions
+    ]
     digest: str
     diverged: bool
 
@@ -72,21 +75,21 @@ def train(
     every tenth step and the last.
     """
     heldout = [(0, task.evaluate(model))]
-    left: list[tuple[int, float, float]] = []
+    sampled: list[tuple[int, float, float]] = []
     digest, diverged, done = hashlib.sha256(), False, 0
     while done < steps and not diverged:
         step = train_step()
         done, loss = done + 1, sum(step.losses) / len(step.losses)
         digest.update(",".join(each.hex() for each in step.losses).encode())
-        if step.left is not None:
-            left.append((done, step.left.error, step.left.residual_norm))
+        if (stats := step.residual_stats) is not None:
+            sampled.append((done, stats.error, stats.residual_norm))
         diverged = step.skipped or not math.isfinite(loss)
         if progress is not None and (done % 10 == 0 or done == steps):
             progress(done, loss)
     heldout.append((done, task.evaluate(model)))
     diverged |= not math.isfinite(heldout[-1][1])
     digest.update(heldout[-1][1].hex().encode())
-    return Outcome(heldout, left, digest.hexdigest(), diverged)
+    return Outcome(heldout, sampled, digest.hexdigest(), diverged)
 
 
 @dataclass(frozen=True)

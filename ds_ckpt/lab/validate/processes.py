@@ -94,7 +94,7 @@ def train_zero3(plan: RunPlan, candidate: Contender, seed: int, progress: Progre
     if not candidate.settings.lossless:
         session = ds_ckpt.session_of(engine)
         assert session is not None, "telemetry is on"
-        session.observe(SAMPLE_EVERY, lambda step, left: sampled.append(left))
+        session.observe(SAMPLE_EVERY, lambda step, stats: sampled.append(stats))
 
     def train_step() -> StepResult:
         step, skipped = engine.global_steps, engine.skipped_steps
@@ -106,10 +106,10 @@ def train_zero3(plan: RunPlan, candidate: Contender, seed: int, progress: Progre
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
-        left = sampled.pop() if sampled else None
+        stats = sampled.pop() if sampled else None
         by_micro_step = zip(*gather_objects(losses), strict=True)
         every = tuple(itertools.chain(*by_micro_step))  # in the order of virtual workers
-        return StepResult(every, engine.skipped_steps > skipped, left)
+        return StepResult(every, engine.skipped_steps > skipped, stats)
 
     outcome = train(task, engine, train_step, spec.steps, progress)
     engine.destroy()

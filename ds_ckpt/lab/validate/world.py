@@ -57,13 +57,13 @@ class Recipe:
 class StepResult:
     """Result of an optimizer step.
 
-    `losses` are of every micro-step and worker, in the order of virtual workers. `left` is None
-    unless the step was sampled and compressed. A skipped step changes no weight.
+    `losses` are of every micro-step and worker, in the order of virtual workers. `residual_stats`
+    is None unless the step was sampled and compressed. A skipped step changes no weight.
     """
 
     losses: tuple[float, ...]
     skipped: bool
-    left: ResidualStats | None = None
+    residual_stats: ResidualStats | None = None
 
 
 @dataclass(eq=False)
@@ -205,11 +205,11 @@ class InProcessWorld:
         skipped = not math.isfinite(norm)
         correction = self.workers.momentum_correction
         self.workers.step_ended(skipped=skipped)  # before the optimizer, as in DeepSpeed
-        left = None
+        stats = None
         if not skipped:
             self._update(step, total, norm, correction)
-            left = ResidualStats.of(*self.workers.take_energies(), norm) if sampled else None
-        return StepResult(tuple(losses), skipped, left)
+            stats = ResidualStats.of(*self.workers.take_energies(), norm) if sampled else None
+        return StepResult(tuple(losses), skipped, stats)
 
     def _update(self, step: int, mean: list[Tensor], norm: float, correction: float) -> None:
         """Clip, then take an AdamW step on the averaged gradients."""
