@@ -34,6 +34,7 @@ from ds_ckpt.activation.snapshot import (
     refusal,
 )
 from ds_ckpt.errors import Problem, RecomputeError
+from ds_ckpt.sharded import full_shape
 from ds_ckpt.telemetry.memory import in_words, version_of
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -263,7 +264,8 @@ class Call:
         leaves = [next(given) if is_tensor else next(others) for is_tensor in self._is_tensor]
         args, kwargs = tree_unflatten(leaves, self._spec)
         target = self._target
-        is_split = any(hasattr(p, "ds_id") for p in target.module.parameters(recurse=False))
+        own = target.module.parameters(recurse=False)
+        is_split = any(full_shape(p) is not None for p in own)
         if is_split and (self._links or not self._last):
             # ZeRO-3 gathers its own weights by its hooks, and only the last call's are here
             outcome: list[Any] = []

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_ckpt.activation.selective import Choice
 from ds_ckpt.errors import Problem, UnsupportedError
+from ds_ckpt.sharded import is_bookkeeping
 from ds_ckpt.telemetry.memory import version_of
 
 COPIED_LEVELS = 3
@@ -37,11 +38,7 @@ _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that normalizations write without counting versions."""
 _CONTAINERS = (list, dict, set, deque)
 _LEAVES = (Tensor, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, type)
-_MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {
-    "forward",  # set by whoever patches it
-    # DeepSpeed's bookkeeping, in step with its own hooks
-    *("_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn"),
-}
+_MODULES_OWN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward"}  # set by patches
 CHANGED = "the recomputation would begin with the changed values"
 LEAVE_OUT = "or leave the block out of checkpointing"
 
@@ -272,7 +269,7 @@ class CheckpointedModule:
 @functools.cache
 def _is_blocks_own(name: str) -> bool:
     """Return whether a module's attribute is neither torch's nor DeepSpeed's."""
-    return name not in _MODULES_OWN and not name.startswith(("ds_", "applied_"))
+    return name not in _MODULES_OWN and not is_bookkeeping(name)
 
 
 Holder = tuple[str, dict[str, Any], dict[str, Any]]

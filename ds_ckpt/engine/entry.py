@@ -31,6 +31,7 @@ from ds_ckpt.engine.session import (
     has_optimizer,
 )
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError, log
+from ds_ckpt.zero3.parameters import configuration
 
 WAIT_S = 120.0
 """Seconds that a rank waits for the others' settings before it attaches."""
@@ -63,7 +64,7 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         remedy = "use ds_ckpt.session_of(engine), or detach() it first"
         found = "an engine that already has a session"
         raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
-    return _attach(engine, parse(engine._config._param_dict), mpu)
+    return _attach(engine, parse(configuration(engine)), mpu)
 
 
 def _attach(engine: Any, config: PluginConfig, mpu: Any = None) -> Session:
@@ -135,7 +136,7 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     engine = result[0]
     if session_of(engine) is not None:
         return result  # another library's wrapper has called ours already
-    raw = engine._config._param_dict
+    raw = configuration(engine)
     config = config or parse(raw)
     if not (config.active or config.telemetry.enabled):
         if has_optimizer(engine):

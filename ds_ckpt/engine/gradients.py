@@ -1,7 +1,6 @@
 """The compressed gradient exchange of one engine: step state, process groups, start-up text."""
 
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from ds_ckpt.engine.step import StepState, make_step_state
 from ds_ckpt.engine.tuner import Tuner
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.exchange.assignment import BY_DEEPSPEED, NO_COMPRESSOR, Assignment
-from ds_ckpt.exchange.exchange import Bucket
 from ds_ckpt.exchange.hierarchy import discard, make_groups
 from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embeddings_of
 from ds_ckpt.exchange.state import ResidualFiles
@@ -24,7 +22,8 @@ from ds_ckpt.exchange.transport import InHostSum, TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
 from ds_ckpt.telemetry.memory import measure_non_torch_bytes
 from ds_ckpt.telemetry.steps import ExchangeSample
-from ds_ckpt.zero3.compatibility import ends_step, same_ranks, shard_group
+from ds_ckpt.zero3 import parameters
+from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 
@@ -41,7 +40,7 @@ class Gradients:
     def __init__(self, engine: Any, config: CompressionConfig) -> None:
         self._engine = engine
         self._settings = settings = exchange_settings(config)
-        shapes, embeddings = shapes_of(engine), embeddings_of(engine.module)
+        shapes, embeddings = parameters.shapes_of(engine), embeddings_of(engine.module)
         sizes = [(name, shape) for name, shape, _ in shapes]
         run_on_all_or_raise(lambda: settings.choose(embeddings).check(sizes), what="use its rules")
         if not sizes:
@@ -51,16 +50,15 @@ class Gradients:
                 'build the model without zero.Init, or set $.ds_ckpt.compression.method to "none"'
             )
             raise UnsupportedError(Problem("engine.optimizer", found, why, remedy))
-        group = engine.optimizer.dp_process_group
+        group = parameters.own_group(engine)
         self.groups = groups = make_groups(group, settings.levels)
         choose = settings.choose(embeddings, groups.local)
-        names = {name for name, _ in sizes}
-        others = _shapes(engine, [(n, p) for n, p in trained(engine) if n not in names])
+        names, trained = {name for name, _ in sizes}, parameters.trained(engine)
+        others = parameters.shapes_of(engine, [(n, p) for n, p in trained if n not in names])
         self.assignment = Assignment.of(choose, shapes, groups.world, groups.local, others)
-        managed = getattr(engine._config, "managed_gradient_accumulation", True)
-        self._exchanges_once = managed and settings.defers_exchange(
-            engine.gradient_accumulation_steps()
-        )
+        micro_steps = engine.gradient_accumulation_steps()
+        managed = parameters.configuration(engine).get("managed_gradient_accumulation", True)
+        self._exchanges_once = managed and settings.defers_exchange(micro_steps)
         rank, defers = dist.get_rank(group), self._exchanges_once
         entries = sum(self.assignment.residual_numels(defers=defers)) // groups.local
         self.feedback = settings.residuals(rank, defers=defers, entries=entries)
@@ -101,8 +99,8 @@ class Gradients:
 
         On DeepSpeed's stream for reductions: torch keeps freed memory for the stream that used it.
         """
-        bucket, module = largest_bucket(self._engine), torch.get_device_module(device)
-        stream = getattr(self._engine.optimizer, "reduce_and_partition_stream", None)
+        bucket, module = parameters.largest_bucket(self._engine), torch.get_device_module(device)
+        stream = parameters.reduction_stream(self._engine)
 
         def preallocate(sends: bool) -> None:
             with module.stream(stream) if stream is not None else nullcontext():
@@ -122,15 +120,15 @@ class Gradients:
 
     def dense(self) -> StepState:
         """Return an exchange that sends everything, to compare with DeepSpeed's reduction."""
-        everyone = _transport(self._engine.optimizer.dp_process_group)
+        everyone = _transport(parameters.own_group(self._engine))
         settings = ExchangeSettings(MethodSettings("dense"), levels=1)
         return make_step_state(settings, everyone, everyone, None, current_step=lambda: 0)
 
     def resident_bytes(self) -> dict[str, int]:
         """Return about how many bytes of the accelerator the exchange takes, by purpose."""
-        sizes = int(self._engine.optimizer.reduce_bucket_size), self.groups.world, self.groups.local
+        size, groups = int(self._engine.zero_reduce_bucket_size()), self.groups
         in_place = self.feedback is not None and self.feedback.adds_in_place
-        buffers = self.assignment.buffer_bytes(*sizes, in_place=in_place)
+        buffers = self.assignment.buffer_bytes(size, groups.world, groups.local, in_place=in_place)
         found = {"exchange buffers": buffers}
         if self.feedback is not None and not self.feedback.on_host:
             found["residuals"] = self.feedback.nbytes
@@ -146,7 +144,7 @@ class Gradients:
         optimizer, value = self._engine.optimizer, self._settings.momentum_correction
         if not value or why_not_corrected(optimizer) or self.step.exchange.world == 1:
             return
-        groups = parameter_groups(optimizer, {p.ds_id: name for name, p in trained(self._engine)})
+        groups = parameter_groups(self._engine)
         tensors = [t for t in self.assignment.tensors if t.how not in (NO_COMPRESSOR, BY_DEEPSPEED)]
         # slices may differ
         delayed = set[int]().union(*gather_objects({groups[t.name] for t in tensors}))
@@ -188,57 +186,16 @@ def _transport(group: Any) -> TorchTransport:
     return TorchTransport(group, comm.all_to_all_single, comm.all_reduce)
 
 
-def trained(engine: Any) -> list[tuple[str, Any]]:
-    """Return name and parameter of all that DeepSpeed's optimizer steps, frozen now or not."""
-    stepped = {p.ds_id for group in engine.optimizer.fp16_groups for p in group}
-    return [(n, p) for n, p in engine.module.named_parameters() if p.ds_id in stepped]
-
-
-def exchanged(engine: Any) -> list[tuple[str, Any]]:
-    """Return the trained parameters that the optimizer's own process group shards.
-
-    DeepSpeed reduces the others: replicated ones that `zero.Init` made before AutoTP.
-    """
-    optimizer = engine.optimizer
-    own = optimizer.dp_process_group
-    return [(n, p) for n, p in trained(engine) if same_ranks(shard_group(optimizer, p), own)]
-
-
-def _shapes(engine: Any, named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Size, int]]:
-    sent_as = engine.optimizer.get_param_comm_dtype  # communication_data_type, or autocast's
-    return [(n, p.ds_shape, sent_as(p).itemsize) for n, p in named]
-
-
-def largest_bucket(engine: Any) -> Bucket:
-    """Return the bucket with the most entries if gradients arrive in the reverse of their order."""
-    limit = int(engine.optimizer.reduce_bucket_size)
-    buckets: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
-    filled, sent_as = 0, engine.optimizer.get_param_comm_dtype
-    for name, param in reversed(exchanged(engine)):
-        if filled and filled + param.ds_numel > limit:  # DeepSpeed reduces what it has before
-            buckets.append([])
-            filled = 0
-        buckets[-1].append((name, param.ds_shape, sent_as(param)))
-        filled += param.ds_numel
-    return max(buckets, key=lambda bucket: sum(shape.numel() for _, shape, _ in bucket))
-
-
-def shapes_of(engine: Any) -> list[tuple[str, torch.Size, int]]:
-    """Return name, full shape and bytes an element, as sent, of every exchanged parameter."""
-    return _shapes(engine, exchanged(engine))
-
-
 def residual_files(engine: Any, method: str, gradients: Gradients | None) -> ResidualFiles:
     """Return the state in checkpoints; without an exchange it only clears old files and warns."""
-    optimizer, slices = engine.optimizer, engine.mp_world_size
-    group = optimizer.dp_process_group
+    group, shapes = parameters.own_group(engine), parameters.shapes_of(engine) if gradients else ()
     return ResidualFiles(
         gradients.feedback if gradients else None,
         method=method,
-        numels={n: shape.numel() for n, shape, _ in shapes_of(engine)} if gradients else {},
+        numels={name: shape.numel() for name, shape, _ in shapes},
         dp_rank=dist.get_rank(group),
         world=dist.get_world_size(group),
         peers=gradients.groups.peers if gradients else (),
         step=gradients.step if gradients else None,
-        model_slice=f"mp{optimizer.model_parallel_rank:02d}of{slices:02d}" if slices > 1 else "",
+        model_slice=parameters.model_slice(engine),
     )

@@ -19,10 +19,10 @@ from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.memory import free_on, measure_non_torch_bytes
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import ChangeCodec, Lossless, NodeLayout, Whole
-from ds_ckpt.zero3.compatibility import same_ranks, shard_group
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook
-from ds_ckpt.zero3.resident import host_copy_bytes
+from ds_ckpt.zero3.parameters import gathered_dtype, is_of_own_group, own_group
+from ds_ckpt.zero3.resident import missing_copy_bytes
 from ds_ckpt.zero3.run_on_all import run_on_all_or_raise
 from ds_ckpt.zero3.weights_hook import WeightsHook
 
@@ -122,9 +122,8 @@ def make_resident(
     """
     from deepspeed import comm
 
-    optimizer, asked = engine.optimizer, show(config.resident)
-    own = optimizer.dp_process_group
-    if not all(same_ranks(shard_group(optimizer, p), own) for p in engine.module.parameters()):
+    asked, own = show(config.resident), own_group(engine)
+    if not all(is_of_own_group(engine, p) for p in engine.module.parameters()):
         why = "ZeRO-3 shards parameters over several process groups, and a copy belongs to one"
         raise _refusal("resident", asked, why, "build the model without zero.Init")
     nodes = hosts_of(own, least=1)
@@ -141,14 +140,14 @@ def make_resident(
         key = "$.zero_optimization.zero_hpz_partition_size"
         why = f"{key} is {partition}, and a node has {local} ranks"
         raise _refusal("resident", asked, why, f"write {local}, or remove that key")
-    codecs = _codecs(config, optimizer.fp16_partitioned_groups_flat[0].dtype)
+    codecs = _codecs(config, gathered_dtype(engine))
     rank = dist.get_rank(own)
     refuse_too_large(engine, NodeLayout(len(nodes), local, rank, None), asked)
     inside, between = new_groups(own, nodes[rank // local], range(len(nodes) * local))
     hook: WeightsHook | None = None
     try:
         hook = WeightsHook(
-            optimizer,
+            engine.optimizer,
             dict(engine.module.named_parameters()),
             NodeLayout(len(nodes), local, rank, inside),
             between,
@@ -189,11 +188,7 @@ def refuse_too_large(engine: Any, layout: NodeLayout, asked: str) -> None:
     """Raise on all ranks if one has no memory for its part of the copy. Collective."""
     device, local = torch.device(engine.device), layout.local
     sharing = local if device.type == "cpu" else 1  # ranks on the same memory
-    missing = [p for p in engine.module.parameters() if p.ds_secondary_tensor is None]  # not hpZ's
-    needed = sharing * sum(
-        host_copy_bytes([p.ds_numel], layout.nodes * local, local, p.element_size())
-        for p in missing
-    )
+    needed = sharing * missing_copy_bytes(engine.module.parameters(), layout.nodes * local, local)
     lacking = torch.tensor(needed - free_on(device), device=device)
     dist.all_reduce(lacking, dist.ReduceOp.MAX)
     if lacking > 0:

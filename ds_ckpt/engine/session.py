@@ -21,7 +21,7 @@ from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.deprecation import FormerAttribute
 from ds_ckpt.engine.first_batch import NCCL_BUFFERS, FirstBatchPlanning
-from ds_ckpt.engine.gradients import Gradients, exchanged, residual_files
+from ds_ckpt.engine.gradients import Gradients, residual_files
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
@@ -32,10 +32,11 @@ from ds_ckpt.telemetry.counters import OffloadCounters, PartitionCounters
 from ds_ckpt.telemetry.steps import ExchangeSample, StepLog
 from ds_ckpt.telemetry.timings import EventSpans, ResidualStats, Spans
 from ds_ckpt.telemetry.units import size
-from ds_ckpt.zero3 import collectives, compatibility
+from ds_ckpt.zero3 import collectives, compatibility, parameters
 from ds_ckpt.zero3.checkpoints import wrap_checkpoints
+from ds_ckpt.zero3.engine_hook import stop_training, wrap_engine
 from ds_ckpt.zero3.gather import GatherHook
-from ds_ckpt.zero3.gradient_hook import GradientHook, stop_reducing
+from ds_ckpt.zero3.gradient_hook import GradientHook
 
 ATTRIBUTE = "_ds_ckpt_session"
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -107,7 +108,9 @@ class Session:
             self._install_units(make_units(engine.module, activation_policy(config.activation)))
         if config.telemetry.enabled:
             self._attach_telemetry()
-        self._wrap_engine()
+        in_forward = functools.partial(self.counters.span, "forward")
+        wrap_engine(engine, self._patches, in_forward, self._after_step, self.detach)
+        self._patches.set(engine, ATTRIBUTE, self)
 
     def _attach_hooks(self) -> None:
         """Attach what acts on ZeRO-3: gathers, gradients, resident weights, checkpoints."""
@@ -129,7 +132,7 @@ class Session:
             verify = self.exchange.dense() if changed else None
             self.exchange.correct_momentum(self._patches)
             self._after_step.append(self.exchange.sampler.step_ended)
-        names = {p.ds_id: n for n, p in exchanged(engine)}
+        names = parameters.names_by_id(parameters.exchanged(engine))
         gradient = GradientHook(engine.optimizer, names, step, self.counters, verify=verify)
         self._gradient = gradient
         self._detach.callback(lambda: gradient.detach())
@@ -220,36 +223,6 @@ class Session:
             self._steps.note({"plan": asdict(exchange.assignment)["tensors"]})
         self._after_step.append(self._steps.step_ended)
 
-    def _wrap_engine(self) -> None:
-        engine = self.engine
-        forward, step, destroy = engine.forward, engine.step, engine.destroy
-
-        @functools.wraps(forward)
-        def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            with self.counters.span("forward"):
-                return forward(*args, **kwargs)
-
-        @functools.wraps(step)
-        def counted_step(*args: Any, **kwargs: Any) -> Any:
-            before = int(engine.global_steps)
-            result = step(*args, **kwargs)
-            if int(engine.global_steps) > before:
-                for act in self._after_step:
-                    act(int(engine.global_steps))
-            return result
-
-        @functools.wraps(destroy)
-        def detach_and_destroy() -> None:
-            try:
-                self.detach()
-            finally:
-                destroy()
-
-        self._patches.set(engine, "forward", timed_forward)
-        self._patches.set(engine, "step", counted_step)
-        self._patches.set(engine, "destroy", detach_and_destroy)
-        self._patches.set(engine, ATTRIBUTE, self)
-
     def detach(self) -> None:
         """Restore DeepSpeed, the engine and the model, also if one part raises; drop residuals."""
         _sessions.discard(self)
@@ -296,7 +269,7 @@ class Session:
     def send_no_gradients(self) -> None:
         """Replace the exchange by `NoCommunication`, to measure; ZeRO-3 only."""
         assert self._gradient is not None, "stage 3, and attached"
-        group = self.engine.optimizer.dp_process_group
+        group = parameters.own_group(self.engine)
         exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
         self._gradient.exchange = exchange
 
@@ -329,7 +302,7 @@ def refuse_unsupported(engine: Any) -> None:
         remedy = "use a model that is not a PipelineModule"
         raise UnsupportedError(Problem("engine", kind.__name__, why, remedy))
     is_stage3 = engine.zero_optimization_stage() == 3
-    if is_stage3 and not (has_optimizer(engine) and hasattr(engine.optimizer, "parameter_offload")):
+    if is_stage3 and not (has_optimizer(engine) and parameters.has_zero3_optimizer(engine)):
         why = "the hooks patch DeepSpeed's ZeRO-3 optimizer"
         remedy = "pass an optimizer to ds_ckpt.initialize, or name one in the JSON file"
         found = type(engine.optimizer).__name__
@@ -347,10 +320,7 @@ def end_earlier_sessions(engine: Any) -> None:
         if session.engine is engine or params.isdisjoint(session.engine.module.parameters()):
             continue
         session.detach()
-        never_undone = Patches()  # nor are DeepSpeed's hooks restored, so it could not train
-        for name in ("backward", "step"):
-            never_undone.set(session.engine, name, _refuse_to_train)
-        stop_reducing(session.engine.optimizer)
+        stop_training(session.engine, _refuse_to_train)
         if dist.get_rank() == 0:
             log.info(
                 "ds_ckpt: a new engine trains this model: the session of the earlier engine has "

@@ -1,1 +1,1 @@
-"""The only code that touches DeepSpeed's privates: two hooks, their compatibility, the counters."""
+"""The only code that reads or patches DeepSpeed's internals, except the reads of `sharded.py`."""

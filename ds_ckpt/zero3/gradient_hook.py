@@ -251,16 +251,6 @@ class GradientHook:
         self._patches.undo()
 
 
-def stop_reducing(optimizer: Any) -> None:
-    """Remove DeepSpeed's gradient hooks of an optimizer whose parameters another one trains.
-
-    They would take each gradient into a bucket of the former optimizer, which no step empties.
-    """
-    for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
-        for hook in getattr(optimizer, name, ()):
-            hook.remove()
-
-
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(then)
     def both(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_ckpt.patch import Patches
+from ds_ckpt.zero3.parameters import names_by_id, trained
 
 
 @contextmanager
@@ -62,8 +63,9 @@ def why_not_corrected(optimizer: Any) -> str:
     return ""
 
 
-def parameter_groups(optimizer: Any, names: dict[int, str]) -> dict[str, int]:
+def parameter_groups(engine: Any) -> dict[str, int]:
     """Return by name the index of the parameter group that steps each parameter."""
+    optimizer, names = engine.optimizer, names_by_id(trained(engine))
     return {
         names[parameter.ds_id]: optimizer.sub_group_to_group_id[sub_group]
         for sub_group, parameters in enumerate(optimizer.fp16_groups)

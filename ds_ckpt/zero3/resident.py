@@ -24,6 +24,23 @@ def host_copy_bytes(counts: Iterable[int], processes: int, per_host: int, itemsi
     return itemsize * (processes // per_host) * sum(-(-n // processes) for n in counts)
 
 
+def missing_copy_bytes(parameters: Iterable[Any], ranks: int, per_host: int) -> int:
+    """Return a rank's bytes of a node's copy of those weights of which hpZ has none."""
+    missing = [p for p in parameters if p.ds_secondary_tensor is None]
+    return sum(host_copy_bytes([p.ds_numel], ranks, per_host, p.element_size()) for p in missing)
+
+
+def stored_weight_bytes(model: nn.Module) -> int:
+    """Return the weights that this process stores from forward to backward; gathered ones aside."""
+    parameters: list[Any] = list(model.parameters())
+    stored = (
+        part
+        for p in parameters
+        for part in ((p.ds_tensor, p.ds_secondary_tensor) if hasattr(p, "ds_tensor") else (p,))
+    )
+    return sum(part.numel() * part.element_size() for part in stored if part is not None)
+
+
 def transient_bytes(
     released: Sequence[int],
     largest: int,

@@ -14,9 +14,9 @@ from deepspeed.comm import comm
 from deepspeed.runtime.zero import stage3
 
 import ds_ckpt
-from ds_ckpt.engine.gradients import shapes_of
 from ds_ckpt.patch import Patches
 from ds_ckpt.zero3 import compatibility
+from ds_ckpt.zero3.parameters import shapes_of
 from tests.distributed import models, training
 from tests.distributed.models import quantize_section, topk_section
 from tests.distributed.pool import fresh, hosts, ranks

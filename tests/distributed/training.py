@@ -19,10 +19,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_ckpt
-from ds_ckpt.engine.gradients import shapes_of
 from ds_ckpt.exchange.layout import LocalShard, ShardLayout
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.weights import changes, transfer
+from ds_ckpt.zero3.parameters import shapes_of
 from tests.distributed import models
 from tests.distributed.pool import fresh, once
 

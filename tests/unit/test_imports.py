@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pickle
+import re
 import subprocess
 import symtable
 import sys
@@ -19,22 +20,22 @@ import ds_ckpt
 from ds_ckpt import Session, activation, compression, run, uninstall
 from ds_ckpt.activation import make_policy
 from ds_ckpt.engine import resident_weights
+from ds_ckpt.engine.entry import _with_section
 from ds_ckpt.engine.guard import Guard
-from ds_ckpt.engine.session import refuse_unsupported
+from ds_ckpt.engine.session import ATTRIBUTE, refuse_unsupported
 from ds_ckpt.errors import Problem, StateError, UnsupportedError
 from ds_ckpt.telemetry.timings import ResidualStats
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.weights.changes import NodeLayout
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "ds_ckpt"
 PUBLIC = ["ConfigError", "ContractError", "DsCkptError", "Problem", "Session", "StateError"]
 PUBLIC += ["UnsupportedError", "attach", "initialize", "install", "session_of", "uninstall"]
 """Frozen: a name that is added, renamed or removed changes what users may rely on."""
 USE_ALL = "import ds_ckpt; [getattr(ds_ckpt, n) for n in ds_ckpt.__all__]"
 VALIDATE = "from ds_ckpt.cli import app; "
 VALIDATE += "app(['validate', 'ds_configs/zero3_3bit.json'], standalone_mode=False)"
-
-
 HELP = "from ds_ckpt.cli import EXAMPLES, app; "
 HELP += "[app([*n.split(), '--help'], standalone_mode=False) for n in ('', *EXAMPLES)]"
 
@@ -176,10 +177,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused(monkeypatch) -> None
 
 
 def test_a_configuration_in_base64_is_deepspeeds_business() -> None:
-    from ds_ckpt.engine.entry import _with_section
-
-    # longer than a file's name may be
-    assert _with_section({"config": "eyJ6ZXJv" * 100}) is None
+    assert _with_section({"config": "eyJ6ZXJv" * 100}) is None  # longer than a file's name may be
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StateError])
@@ -198,7 +196,7 @@ SHARED = {"TILE", "log", "main", "select_in_blocks"}
 
 def test_one_name_for_one_thing() -> None:
     """Only a command's file in cli/ and a kernel share the name of what they call and implement."""
-    files = [f for f in (ROOT / "ds_ckpt").rglob("*.py") if f.name != "__init__.py"]
+    files = [f for f in PACKAGE.rglob("*.py") if f.name != "__init__.py"]
     trees = (ast.parse(f.read_text(encoding="utf-8")) for f in files)
     files = [f for f in files if f.parent.name not in ("cli", "startup")]
     texts = {f: f.read_text(encoding="utf-8") for f in files if not f.stem.endswith("_kernels")}
@@ -208,6 +206,19 @@ def test_one_name_for_one_thing() -> None:
     public = [name for name in bound if not name.startswith("_") and name not in SHARED]
     for names in ([f.stem for f in texts], classes, public):
         assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+INTERNAL = r"ds_(?!ckpt)\w+|_config|_param_dict|fp16_\w+|fp32_part\w+|\w*dp_process_group"
+INTERNAL += r"|parameter_offload|reduce_bucket_size|reduce_and_\w+|get_param_comm_\w+|model_par\w+"
+
+
+def test_internals_of_deepspeed_are_read_in_zero3_only() -> None:
+    for file in {*PACKAGE.rglob("*.py")} - {*PACKAGE.glob("zero3/*"), PACKAGE / "sharded.py"}:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(node, "attr", "")
+            if getattr(getattr(node, "func", None), "id", "") in ("getattr", "hasattr"):
+                name = str(getattr(node.args[1], "value", ""))
+            assert not re.fullmatch(INTERNAL, name), f"{file.name}: {ast.unparse(node)}"
 
 
 SET_TWICE = {"step": "of an engine whose session has ended: it refuses to train from then on"}
@@ -231,7 +242,7 @@ def words(value: ast.AST, scopes: tuple[ast.AST, ...], seen: frozenset[str]) -> 
 
 def test_each_internal_of_deepspeed_is_patched_in_one_place() -> None:
     places: dict[str, set[str]] = {}
-    for file in (f for room in ("zero3", "engine") for f in (ROOT / "ds_ckpt" / room).glob("*.py")):
+    for file in (*PACKAGE.glob("zero3/*.py"), *PACKAGE.glob("engine/*.py")):
         module = ast.parse(file.read_text(encoding="utf-8"))
         constants = ast.Module(
             [n for n in module.body if isinstance(n, ast.Assign | ast.AnnAssign)]
@@ -249,6 +260,8 @@ def test_each_internal_of_deepspeed_is_patched_in_one_place() -> None:
             else:
                 continue
             for name, place in named.items():
-                places.setdefault(name, set()).add(f"{file.name}: {place}")
-    assert {"_post_step", "avg_scatter_grads"} <= places.keys()
+                places.setdefault(name, set()).add(f"{file.parent.name}/{file.name}: {place}")
+    assert {"_post_step", "avg_scatter_grads", "forward", ATTRIBUTE} <= places.keys()
+    outside = {name for name, found in places.items() if "engine/" in "".join(found)}
+    assert outside == {ATTRIBUTE}
     assert {name for name, found in places.items() if len(found) > 1} == set(SET_TWICE), places

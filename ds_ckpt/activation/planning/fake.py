@@ -37,6 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ckpt.errors import Problem, UnsupportedError
 from ds_ckpt.patch import patched
+from ds_ckpt.sharded import full_shape
 from ds_ckpt.telemetry.memory import NO_WORK, tensors_in
 
 MOST_ELEMENTS = 2**20
@@ -227,7 +228,7 @@ def _fake_parameter(
         remedy = 'set "policy" to "block", "selective" or another that measures nothing'
         raise UnsupportedError(Problem(name, kind, why, remedy))
     home = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
-    shape = getattr(parameter, "ds_shape", None)
+    shape = full_shape(parameter)
     like = parameter if shape is None else torch.empty(shape, dtype=parameter.dtype, device="meta")
     data = _faked(like.detach(), mode, device or home)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -29,6 +29,7 @@ from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
 from ds_ckpt.telemetry.timings import Spans
+from ds_ckpt.zero3.resident import stored_weight_bytes
 from ds_ckpt.zero3.weights_hook import forget_hpz
 
 SETTLE_S = 0.15
@@ -213,17 +214,6 @@ def build_model(spec: Spec) -> torch.nn.Module:
         return workload.llama(seed=spec.seed, **spec.shape)
     subject = find_subject(spec.model, Sizes(spec.tokens, torch.float32))
     return workload.seeded(spec.seed, lambda: subject.build(spec.batch)[0])
-
-
-def stored_weight_bytes(model: torch.nn.Module) -> int:
-    """Return the weights that this process stores from forward to backward; gathered ones aside."""
-    parameters: list[Any] = list(model.parameters())
-    stored = (
-        part
-        for p in parameters
-        for part in ((p.ds_tensor, p.ds_secondary_tensor) if hasattr(p, "ds_tensor") else (p,))
-    )
-    return sum(part.numel() * part.element_size() for part in stored if part is not None)
 
 
 def of_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
