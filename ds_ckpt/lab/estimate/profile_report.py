@@ -78,17 +78,21 @@ def _policies(profile: Profile) -> Table:
         total, none = profile.total_bytes(one), base[one.batch]
         rows.append(
             [
-                one.policy + (" <- best" if one is profile.best else ""),
+                one.policy,
                 f"{one.tokens} x {one.batch}",
                 *[size(one.host_bytes)] * hosts,
                 *(size(one.held_bytes), size(one.peak_bytes), size(total)),
-                "-" if limit is None else "yes" if total <= limit else "no",
+                "-" if limit is None else _fits(total <= limit, one is profile.best),
                 times(one.step.flops, none.flops),
                 times(one.step.launches, none.launches),
             ]
         )
-    memory = (*["on host"] * hosts, "saved", "peak", "with states")
+    memory = (*["on, host"] * hosts, "saved", "peak", "with, states")
     return Table(("policy", "tokens\nx batch", *memory, "fits", "FLOPs", "launches"), rows)
+
+
+def _fits(fits: bool, is_best: bool) -> str:
+    return "best" if is_best else "yes" if fits else "no"
 
 
 def findings(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
