@@ -64,6 +64,7 @@ class Counters:
     """
 
     bytes_sent: Counter[Purpose] = field(default_factory=Counter)
+    collectives: Counter[Purpose] = field(default_factory=Counter)
     gathers: Counter[int] = field(default_factory=Counter)
     spans: Spans | None = None
     default: Purpose = Purpose.OTHER
@@ -99,6 +100,7 @@ class Counters:
         with self._lock:  # += is a read and a write
             self.bytes_sent[purpose] += number_of_bytes
             self.far_bytes[purpose] += far_bytes
+            self.collectives[purpose] += 1
 
     def snapshot(self) -> CounterValues:
         """Return a copy of the counters."""
