@@ -17,7 +17,7 @@ def text() -> torch.Tensor:
 
 
 def batches(rank: int, sequences: int, length: int) -> Iterator[torch.Tensor]:
-    """int64 [sequences, length], random places of the text, others on every process; no end."""
+    """int64 [sequences, length], random places of the text, different on every rank; endless."""
     data, generator = text(), torch.Generator().manual_seed(rank)
     while True:
         starts = torch.randint(len(data) - length, (sequences,), generator=generator)
@@ -25,7 +25,7 @@ def batches(rank: int, sequences: int, length: int) -> Iterator[torch.Tensor]:
 
 
 def small_llama(seed: int = 0) -> transformers.LlamaForCausalLM:
-    """0.8 million parameters; the same on every process."""
+    """0.8 million parameters; equal on every rank."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,

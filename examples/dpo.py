@@ -4,7 +4,7 @@
     deepspeed --num_gpus 2 examples/dpo.py --steps 60
 
 trl requests checkpointing itself, and switches it off around the reference's forward: the policy of
-`dpo.json` takes that over, and one line says so.
+`dpo.json` takes that over, with one log line.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""Two hosts by a hostfile: a script that knows nothing of ds_ckpt, started through it.
+r"""Train on two nodes by a hostfile: a script without ds_ckpt, started through it.
 
     ds-ckpt exec -- deepspeed --hostfile hostfiles/two_hosts examples/two_hosts.py \
         --deepspeed_config examples/two_hosts.json --steps 100
 
-Write the hosts' names into the hostfile. The same without a second machine: `--num_gpus 2` in
-place of `--hostfile ...`; or on two hosts that are emulated here:
+Write the nodes' names into the hostfile. The same without a second machine: `--num_gpus 2` in
+place of `--hostfile ...`; or on two emulated nodes:
 
     ds-ckpt exec -- ds-ckpt hosts run --hosts 2 --rate 200mbit -- deepspeed \
         examples/two_hosts.py --deepspeed_config examples/two_hosts.json --steps 20
