@@ -33,8 +33,7 @@ from ds_ckpt.telemetry.steps import ExchangeSample, StepLog
 from ds_ckpt.telemetry.timings import EventSpans, ResidualStats, Spans
 from ds_ckpt.telemetry.units import size
 from ds_ckpt.zero3 import collectives, compatibility, parameters
-from ds_ckpt.zero3.checkpoints import wrap_checkpoints
-from ds_ckpt.zero3.engine_hook import stop_training, wrap_engine
+from ds_ckpt.zero3.engine_hook import stop_training, wrap_checkpoints, wrap_engine
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.gradient_hook import GradientHook
 
@@ -270,8 +269,7 @@ class Session:
         """Replace the exchange by `NoCommunication`, to measure; ZeRO-3 only."""
         assert self._gradient is not None, "stage 3, and attached"
         group = parameters.own_group(self.engine)
-        exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
-        self._gradient.exchange = exchange
+        self._gradient.exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
 
     def _describe(self) -> str:
         facts = [self.config.summary()]

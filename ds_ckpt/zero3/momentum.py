@@ -66,11 +66,8 @@ def why_not_corrected(optimizer: Any) -> str:
 def parameter_groups(engine: Any) -> dict[str, int]:
     """Return by name the index of the parameter group that steps each parameter."""
     optimizer, names = engine.optimizer, names_by_id(trained(engine))
-    return {
-        names[parameter.ds_id]: optimizer.sub_group_to_group_id[sub_group]
-        for sub_group, parameters in enumerate(optimizer.fp16_groups)
-        for parameter in parameters
-    }
+    index, groups = optimizer.sub_group_to_group_id, optimizer.fp16_groups
+    return {names[p.ds_id]: index[i] for i, group in enumerate(groups) for p in group}
 
 
 def correct_momentum(

@@ -32,12 +32,8 @@ def missing_copy_bytes(parameters: Iterable[Any], ranks: int, per_host: int) -> 
 
 def stored_weight_bytes(model: nn.Module) -> int:
     """Return the weights that this process stores from forward to backward; gathered ones aside."""
-    parameters: list[Any] = list(model.parameters())
-    stored = (
-        part
-        for p in parameters
-        for part in ((p.ds_tensor, p.ds_secondary_tensor) if hasattr(p, "ds_tensor") else (p,))
-    )
+    stored: list[Any] = [getattr(p, "ds_tensor", p) for p in model.parameters()]
+    stored += [getattr(p, "ds_secondary_tensor", None) for p in model.parameters()]
     return sum(part.numel() * part.element_size() for part in stored if part is not None)
 
 
@@ -102,12 +98,8 @@ def _host_copy(param: Any) -> int:
 
 
 def _sum(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.device.type != device.type:
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
-    return total
+    own = (t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
+    found = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in own)}
+    new = found.keys() - seen
+    seen |= new
+    return sum(found[key] for key in new)
