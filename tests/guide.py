@@ -20,7 +20,7 @@ def block(language: str) -> str:
 
 
 def section() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(block("json"))
+    found: dict[str, Any] = json.loads(block("json"))["ds_ckpt"]["compression"]
     return found
 
 
