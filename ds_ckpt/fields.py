@@ -93,9 +93,7 @@ class Section(BaseModel):
             if new and raw.get(new) is None:
                 warn(f"{key}: former name of {new}, which the next release will refuse")
                 key = new
-            is_same = (
-                removed and value == removed.constant and type(value) is type(removed.constant)
-            )
+            is_same = removed and (type(value), value) == (type(removed.constant), removed.constant)
             if removed and is_same and not removed.values:
                 warn(f"{key}: no effect: {removed.why}; {removed.remedy}")
                 continue

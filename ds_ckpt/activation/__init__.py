@@ -12,13 +12,8 @@ from ds_ckpt.activation.policies import make_units as make_units
 from ds_ckpt.activation.policies import register_policy as register_policy
 from ds_ckpt.deprecation import former_names
 
-__getattr__ = former_names(
-    __name__,
-    {
-        "PolicySettings": (
-            lambda policy="block", **own: make_policy(policy, **own),
-            "make_policy",
-        ),
-        "make_plan": (make_units, "make_units"),
-    },
-)
+_FORMER = {
+    "PolicySettings": (lambda policy="block", **own: make_policy(policy, **own), "make_policy"),
+    "make_plan": (make_units, "make_units"),
+}
+__getattr__ = former_names(__name__, _FORMER)

@@ -22,8 +22,9 @@ from ds_ckpt.telemetry.timings import ResidualStats
 FILE_NAME = "verdicts.json"
 SHIPPED = Path(__file__).parents[1] / FILE_NAME
 Verdict = Literal["identical", "equivalent", "better", "worse", "different", "inconclusive"]
-AcceptedLoss = Literal["equal", "any"]
+LossLimit = Literal["equal", "any"]
 """Accepted loss: `equal` is none that validation found."""
+_KEYS = AliasChoices("residual_stats", "left")
 
 
 class VerdictRecord(BaseModel):
@@ -57,9 +58,7 @@ class VerdictRecord(BaseModel):
     warm_up: int
     workers: int
     mode: Literal["virtual", "processes"]
-    residual_stats: ResidualStats | None = Field(
-        validation_alias=AliasChoices("residual_stats", "left"), serialization_alias="left"
-    )
+    residual_stats: ResidualStats | None = Field(validation_alias=_KEYS, serialization_alias="left")
     versions: dict[str, str]
     date: str
 
@@ -167,7 +166,7 @@ def _section(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def allows(records: list[VerdictRecord], loss: AcceptedLoss) -> bool:
+def allows(records: list[VerdictRecord], loss: LossLimit) -> bool:
     """Return whether the verdicts on settings, of all tasks, allow to train with them.
 
     "equal": every test of a loss was equivalent or better, and no accuracy was worse.

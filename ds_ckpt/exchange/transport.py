@@ -21,7 +21,7 @@ def gather_objects(own: Any) -> list[Any]:
     return found
 
 
-ByteSizes = Sequence[int]
+Lengths = Sequence[int]
 """Bytes from or for each rank, in their order."""
 
 
@@ -31,9 +31,7 @@ class Transport(Protocol):
     world: int
     dp_rank: int
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, received: ByteSizes, sent: ByteSizes
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, received: Lengths, sent: Lengths) -> None:
         """Send consecutive pieces of `input`, uint8, one to each rank; fill `output` likewise."""
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -55,9 +53,7 @@ class TorchTransport:
         self.world = int(torch_dist.get_world_size(group))
         self.dp_rank = int(torch_dist.get_rank(group))
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, received: ByteSizes, sent: ByteSizes
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, received: Lengths, sent: Lengths) -> None:
         """See `Transport.all_to_all`."""
         self._all_to_all_single(output, input, [*received], [*sent], group=self._group)
 

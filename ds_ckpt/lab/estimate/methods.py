@@ -17,7 +17,7 @@ from ds_ckpt.activation.planning.costs import moved_bytes
 from ds_ckpt.compression.base import Codec, Compressor
 from ds_ckpt.config import parse
 from ds_ckpt.config.compression import exchange_settings
-from ds_ckpt.config.verdicts import AcceptedLoss, VerdictRecord, allows, sections_on_record
+from ds_ckpt.config.verdicts import LossLimit, VerdictRecord, allows, sections_on_record
 from ds_ckpt.exchange.assignment import Assignment
 from ds_ckpt.exchange.method_rules import ExchangeSettings
 from ds_ckpt.lab.estimate.memory_model import (
@@ -87,9 +87,7 @@ class PlanMethod:
         return found if machine.streams else found._replace(nccl=0)
 
 
-def plan_methods(
-    loss: AcceptedLoss, exchanging: int = 1
-) -> tuple[list[PlanMethod], list[PlanMethod]]:
+def plan_methods(loss: LossLimit, exchanging: int = 1) -> tuple[list[PlanMethod], list[PlanMethod]]:
     """Return the methods that may be tried, and those that verdicts do not allow.
 
     Without error feedback each of the `exchanging` ranks, or nodes, loses its share for good. So

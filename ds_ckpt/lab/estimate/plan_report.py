@@ -27,9 +27,7 @@ def figures(question: Question) -> list[Constant]:
     return [*cluster.device.figures(), cluster.rate, cluster.latency, *OWN_FIGURES]
 
 
-def print_plan(
-    search: Search, best: PlanOption, console: Console, *, details: bool = False
-) -> None:
+def print_plan(search: Search, best: PlanOption, console: Console, *, details: bool) -> None:
     """Print the best setting, the best with and without this plugin, and their difference."""
     question, model = search.question, search.question.model
     console.print(

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
-from ds_ckpt.config.verdicts import AcceptedLoss
+from ds_ckpt.config.verdicts import LossLimit
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory_model import ZERO_DEFAULTS, Parameters, States, estimate
 from ds_ckpt.lab.estimate.methods import (
@@ -84,7 +84,7 @@ class Question:
     cluster: Cluster
     latency_inside_s: float
     sequences: int
-    loss: AcceptedLoss
+    loss: LossLimit
     dtype: str = "bf16"
 
     @property

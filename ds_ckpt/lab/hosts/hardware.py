@@ -94,7 +94,7 @@ class Hardware:
         """Read the file; ConfigError if it is not strict JSON."""
         return cls(path or HARDWARE, where, load_file(path or HARDWARE))
 
-    def add_problem(self, *problem: str) -> None:
+    def add(self, *problem: str) -> None:
         """Collect a problem."""
         self.problems.append(Problem(*problem))
 
@@ -107,7 +107,7 @@ class Hardware:
         if absent := [n for n in needed if not _is_positive(values.get(n))]:
             why = f"{self.path.name} has {', '.join(known)}, and each needs numbers above 0"
             remedy = f"name one of those, or give its figures: --hardware (copy {self.path.name})"
-            self.add_problem(self.where, f"{group} {name}: no {', '.join(absent)}", why, remedy)
+            self.add(self.where, f"{group} {name}: no {', '.join(absent)}", why, remedy)
         return Entry(name, {**dict.fromkeys(absent, 1.0), **values} if absent else values)
 
     def cluster(
@@ -120,14 +120,12 @@ class Hardware:
         found = _CLUSTER.fullmatch(" ".join(text.split()))
         if found is None or not (found[4] or links or found[1] == "1"):
             why = "it must name nodes, devices per node, their kind and a link rate"
-            self.add_problem(self.where, text, why, f'write "{EXAMPLE}"')
+            self.add(self.where, text, why, f'write "{EXAMPLE}"')
             return None
         nodes, local, name, rate, rate_unit, latency, latency_unit = found.groups()
         per_s = float(rate) * _UNITS[0][rate_unit.lower()] if rate else math.inf
         if per_s == 0:
-            self.add_problem(
-                self.where, text, "a link of no rate carries nothing", f'write "{EXAMPLE}"'
-            )
+            self.add(self.where, text, "a link of no rate carries nothing", f'write "{EXAMPLE}"')
         far = Constant("rate of a node's link", per_s, "named in the text")
         network = self.groups.get("links", {}).get("between nodes", {})
         hop_s, source = network.get("latency_s", 0.0), network.get("latency_s_source", "")
@@ -139,7 +137,7 @@ class Hardware:
                 pairs = probe.load(links)
             except ValueError as error:
                 remedy = "make it: ds-ckpt probe --hostfile HOSTFILE --output FILE"
-                self.add_problem(str(links), "no links", str(error), remedy)
+                self.add(str(links), "no links", str(error), remedy)
             else:
                 source = f"measured: the slowest pair in {links.name}"
                 far = Constant(far.what, 8 * min(p.bytes_per_s for p in pairs), source)

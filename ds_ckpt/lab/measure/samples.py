@@ -18,6 +18,7 @@ PHASES = ("forward", "backward", "update")
 NETWORK = ("network_forward", "network_recompute", "network_backward", "network_update")
 COMPUTE = ("compute_forward", "compute_backward", "compute_update")
 PARTS = (*COMPUTE, "recompute", *NETWORK, "compression")
+_BYTES_KEYS = AliasChoices("interface_bytes", "link_bytes")
 _WIRE = {"collective", "wire"}
 _EXCHANGE = {"reduce", "weights", "in_host", "residual", "pack", "unpack"}
 
@@ -85,9 +86,7 @@ class Trial(_Record):
     repetition: int
     steps: tuple[StepTime, ...]
     far_bytes: dict[str, float]
-    interface_bytes: tuple[float, ...] = Field(
-        validation_alias=AliasChoices("interface_bytes", "link_bytes")  # of earlier versions
-    )
+    interface_bytes: tuple[float, ...] = Field(validation_alias=_BYTES_KEYS)
     stored_weight_bytes: float
 
 

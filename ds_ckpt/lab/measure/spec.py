@@ -34,9 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
         for preset, sections in kind.presets.items()
     },
 }
-WEIGHTS: dict[str, dict[str, Any]] = {
-    STOCK: {},
-    **{name: {"resident": True, "deltas": deltas} for name, deltas in RESIDENT.items()},
+WEIGHTS: dict[str, dict[str, Any]] = {STOCK: {}} | {
+    name: {"resident": True, "deltas": deltas} for name, deltas in RESIDENT.items()
 }
 BASELINES: dict[str, dict[str, Any]] = {"hpz": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
 """Changes of `zero_optimization`; hpZ's partition size is the number of processes per node."""

@@ -44,11 +44,7 @@ def accuracy_document(comparisons: Sequence[Judgement]) -> Document:
         shaded=100 * first.margin,
     )
     margin = Paragraph(f"Margin {100 * first.margin:g}{unit}. {_COLUMNS}")
-    limits = [
-        _guard(one, stats)
-        for one in comparisons
-        if (stats := one.record.residual_stats) is not None
-    ]
+    limits = [_guard(one, s) for one in comparisons if (s := one.record.residual_stats) is not None]
     sections = [
         ReportSection(title, [margin, table, Plot("differences", [chart], _DIFFERENCES)]),
         ReportSection("Limits for a guard", [Paragraph(_LIMITS), Code(limits)] if limits else []),

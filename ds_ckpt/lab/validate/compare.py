@@ -64,9 +64,7 @@ def compare(plan: RunPlan, candidate: Contender, results: Results, margin: float
         verdict = "identical" if same else "different"
     finished = [ours for (_, ours), gap in zip(pairs, gaps, strict=True) if math.isfinite(gap)]
     warm_up, (dense, ours) = candidate.warm_up(spec), pairs[0]
-    sampled = [
-        row[1:] for run in finished for row in run.outcome.residual_stats if row[0] > warm_up
-    ]
+    rows = [row[1:] for run in finished for row in run.outcome.residual_stats if row[0] > warm_up]
     record = VerdictRecord(
         preset=candidate.name,
         settings=decisive(candidate.plugin.compression),
@@ -85,7 +83,7 @@ def compare(plan: RunPlan, candidate: Contender, results: Results, margin: float
         warm_up=warm_up,
         workers=spec.world,
         mode=plan.mode,
-        residual_stats=ResidualStats(*map(max, zip(*sampled, strict=True))) if sampled else None,
+        residual_stats=ResidualStats(*map(max, zip(*rows, strict=True))) if rows else None,
         versions=ours.versions,
         date=ours.date,
     )

@@ -43,6 +43,7 @@ Progress = Callable[[int, float], object]
 """(steps done, last loss)."""
 RunProgress = Callable[[str, int, float], object]
 """(name of the run, steps done, last loss)."""
+_FORMER_KEY = Field(validation_alias=AliasChoices("residual_stats", "left"))
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,7 @@ class Outcome:
     """
 
     heldout: list[tuple[int, float]]
-    residual_stats: Annotated[
-        list[tuple[int, float, float]],
-        Field(validation_alias=AliasChoices("residual_stats", "left")),  # of earlier versions
-    ]
+    residual_stats: Annotated[list[tuple[int, float, float]], _FORMER_KEY]
     digest: str
     diverged: bool
 

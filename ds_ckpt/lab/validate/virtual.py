@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ds_ckpt.exchange.transport import ByteSizes
+from ds_ckpt.exchange.transport import Lengths
 
 T = TypeVar("T")
 _computing = threading.Lock()
@@ -64,9 +64,7 @@ class VirtualTransport:
         self._group, self.world, self.dp_rank = group, group.world, dp_rank
         self.calls = self.sent_bytes = 0
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, received: ByteSizes, sent: ByteSizes
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, received: Lengths, sent: Lengths) -> None:
         """Implement `Transport.all_to_all`. Raises AssertionError if sizes do not match."""
         assert sum(sent) == input.numel(), "sizes do not cover the input"
         assert sum(received) == output.numel(), "sizes do not cover the output"
