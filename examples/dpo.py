@@ -1,6 +1,6 @@
 """DPO with trl and LoRA; the reference is the model without adapters.
 
-    pip install "ds_ckpt[trainers]"
+    pip install -c constraints.txt -e ".[hf,trainers]"
     deepspeed --num_gpus 2 examples/dpo.py --steps 60
 
 trl requests checkpointing itself, and switches it off around the reference's forward: the policy of
@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     options = parser.parse_args()
 
-    # before the arguments, which would have DeepSpeed partition the model while it is made
+    # This small model is built in full, before the arguments. Build a model that needs partitioning
+    # after them: `from_pretrained` then partitions it while loading (`deepspeed.zero.Init`).
     model = small_llama()
     with TemporaryDirectory() as folder:
         arguments = trl.DPOConfig(

@@ -31,7 +31,8 @@ def main() -> None:
     adapters = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
-    # before the arguments, which would have DeepSpeed partition the model while it is made
+    # This small model is built in full, before the arguments. Build a model that needs partitioning
+    # after them: `from_pretrained` then partitions it while loading (`deepspeed.zero.Init`).
     model = peft.get_peft_model(small_llama(), adapters)
     rows = [{"input_ids": row, "labels": row} for row in next(batches(0, ROWS, LENGTH))]
     with TemporaryDirectory() as folder:

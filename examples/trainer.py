@@ -49,7 +49,8 @@ def main() -> None:
     options = parser.parse_args()
 
     ds_ckpt.install()
-    # before the arguments, which would have DeepSpeed partition the model while it is made
+    # This small model is built in full, before the arguments. Build a model that needs partitioning
+    # after them: `from_pretrained` then partitions it while loading (`deepspeed.zero.Init`).
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=128,
