@@ -105,7 +105,7 @@ def reported_compiling() -> Iterator[None]:
                 name = lock.parent.name
                 if lock in locks and lasted_s == _REPORT_AFTER:
                     advice = f"If no compiler runs, remove {lock}"
-                    log.warning("ds_ckpt: compiling %s, once: about a minute. %s", name, advice)
+                    log.warning("ds_ckpt: compiling %s: a minute or several. %s", name, advice)
                 elif lock not in locks:
                     del seconds[lock]
                     if lasted_s >= _REPORT_AFTER:
