@@ -30,8 +30,8 @@ def execute(
     """
     from ds_ckpt import environment
 
-    _check_hostfile(command)
     content = _read_section(section)
+    missing = _check_files(command, content)
     _warn_of_stale_environment_file()
     environment.clear_stale_locks(0.0)
     with tempfile.TemporaryDirectory(prefix="ds_ckpt_exec_") as folder:
@@ -40,6 +40,8 @@ def execute(
         with environment.reported_compiling():
             code = _run(command, variables)
             code = code if code >= 0 else 128 - code  # a shell's code for a signal
+        if missing and code:
+            typer.echo(missing, err=True)  # again, after the tracebacks
         if not reached.exists():
             why = f"The command failed before that call, with exit status {code}."
             if code == 0:
@@ -55,19 +57,44 @@ def execute(
     raise typer.Exit(code)
 
 
-def _check_hostfile(command: Sequence[str]) -> None:
-    """Refuse a hostfile that is missing: the launcher would train on this node alone."""
+def _check_files(command: Sequence[str], section: Any) -> str:
+    """Refuse a missing hostfile and a DeepSpeed file with errors, which each rank would print.
+
+    Returns a line about a missing DeepSpeed file: the script may write it.
+    """
     from ds_ckpt.errors import ConfigError, Problem
 
-    launcher = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
-    options = ["--hostfile", "--deepspeed_hostfile"]
-    options += ["-H"] * (Path(launcher[0]).name in ("deepspeed", "ds"))
-    for word, following in itertools.pairwise([*launcher, ""]):
+    script = next((n for n, word in enumerate(command) if word.endswith(".py")), len(command))
+    configs = ("--deepspeed_config", "--deepspeed_config_file", "--deepspeed")
+    options, missing = ["--hostfile", "--deepspeed_hostfile"], ""
+    options += ["-H"] * (Path(command[0]).name in ("deepspeed", "ds"))
+    for n, (word, following) in enumerate(itertools.pairwise([*command, ""])):
         option, is_joined, value = word.partition("=")
         path = value if is_joined else following
-        if option in options and path not in ("", "none") and not Path(path).is_file():
+        is_file = os.path.isfile(path)
+        if n < script and option in options and path not in ("", "none") and not is_file:
             why, remedy = "the launcher would train on this node alone", "correct the path"
             raise ConfigError(Problem(option, f"no file {path}", why, remedy))
+        if option in configs and path.endswith(".json") and not path.startswith("-"):
+            if is_file:
+                _check_configuration(path, section)
+            else:
+                missing = f"ds-ckpt exec: {option}: no file {path}, unless the script writes it"
+                typer.echo(missing, err=True)
+    return missing
+
+
+def _check_configuration(path: str, section: Any) -> None:
+    from ds_ckpt.config import load_file, parse
+    from ds_ckpt.engine.entry import read_source
+    from ds_ckpt.errors import ConfigError
+
+    try:
+        content = load_file(path)
+    except ConfigError:  # without a section of ours DeepSpeed reads comments, too
+        if not (content := read_source(path) or {}):
+            raise
+    parse({"ds_ckpt": section, **content}, source=path)
 
 
 def _warn_of_stale_environment_file() -> None:

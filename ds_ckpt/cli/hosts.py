@@ -12,17 +12,10 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from ds_ckpt.cli.common import (
-    file_option,
-    parse_rate,
-    progress,
-    refuse_options,
-    write_output,
-)
+from ds_ckpt.cli.common import file_option, parse_rate, progress, refuse_options, write_output
 
 hosts = typer.Typer(
-    help="Nodes of a hostfile: check them. Emulated nodes: run a command.",
-    no_args_is_help=True,
+    help="Nodes of a hostfile: check them. Emulated nodes: run a command.", no_args_is_help=True
 )
 _CLOCK_S = 5.0
 """Difference between clocks that is worth a warning."""

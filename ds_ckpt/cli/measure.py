@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from ds_ckpt.cli.common import (
-    file_option,
-    given_options,
-    parse_rate,
-    refuse_options,
-    split_names,
-)
+from ds_ckpt.cli.common import file_option, given_options, parse_rate, refuse_options, split_names
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,14 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_ckpt.cli.common import (
-    Modules,
-    Tokens,
-    file_option,
-    progress,
-    split_names,
-    write_output,
-)
+from ds_ckpt.cli.common import Modules, Tokens, file_option, progress, split_names, write_output
 
 DEFAULT_TOKENS = 1 << 20
 """Tokens of a step, by default."""
@@ -60,7 +53,7 @@ def plan(
     ] = "bf16",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="DeepSpeed JSON file to write: the best settings."),
+        typer.Option("--output", "-o", help="DeepSpeed JSON file to write: the chosen settings."),
     ] = None,
     other_output: Annotated[
         Path | None,
@@ -119,7 +112,7 @@ def plan(
             write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
             typer.echo(
                 f"{path}: write your own optimizer values. A micro-batch of each rank has "
-                f"{file['train_micro_batch_size_per_gpu']} sequences of {made.tokens} tokens",
+                f"{(n := one.setting.sequences)} sequence{'s' * (n > 1)} of {made.tokens} tokens",
                 err=True,
             )
             if one.setting.policy == OWN:

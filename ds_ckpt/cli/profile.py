@@ -24,7 +24,10 @@ def profile(
         Path | None,
         typer.Option(help="DeepSpeed JSON file; without it ZeRO stage 3 and AdamW are assumed."),
     ] = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, in sequences: 1,2,4,8.")] = "1",
+    batches: Annotated[
+        str | None,
+        typer.Option(help="Batch sizes in sequences: 1,2,4. [default: the file's, or 1]"),
+    ] = None,
     tokens: Tokens = None,
     policies: Annotated[
         str,
@@ -70,7 +73,7 @@ def profile(
     Steps run on fake tensors, which allocate nothing. Each finding ends with the line of the
     DeepSpeed file that acts on it.
     """
-    words = split_names(batches)
+    words = split_names("1" if batches is None else batches)
     counts = tuple(map(int, words)) if all(map(str.isdecimal, words)) else ()
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"{batches!r}: write whole numbers of at least 1: 1,2,4,8")
@@ -83,10 +86,14 @@ def profile(
     from ds_ckpt.lab.subject import Sizes
     from ds_ckpt.telemetry.units import GIB
 
+    file = load_file(config) if config is not None else None
+    number = (file or {}).get("train_micro_batch_size_per_gpu")
+    if batches is None and type(number) is int and number > 0:
+        counts = (number,)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     options = Options(
         model,
-        config=load_file(config) if config is not None else None,
+        config=file,
         source=str(config),
         batches=counts,
         sizes=Sizes(tokens, dtypes[dtype] if dtype else None, attention or None),

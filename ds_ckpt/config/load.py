@@ -36,7 +36,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         problems = list(_not_strict(data, "$"))
     except OSError as error:
         why = f"the file cannot be read: {error.strerror or error}"
-        problems = [Problem(name, "no readable file", why, "give the path of a DeepSpeed file")]
+        problems = [Problem(name, "no readable file", why, "correct the path")]
     except json.JSONDecodeError as error:
         found = show(text[error.pos :].split("\n")[0][:40]) if text[error.pos :] else "the end"
         remedy = (

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from ds_ckpt.compression.base import ENTRY_POINTS
 from ds_ckpt.config.paths import is_auto, join, nearest, show
 from ds_ckpt.errors import Problem
 from ds_ckpt.fields import AnySection, Expects, Section
@@ -72,6 +73,8 @@ def _problem(
     if not field.is_required():
         default = {} if field.default_factory else field.default
         remedy += f", or remove the key (default {show(default)})"
+    if key == "method" and isinstance(value, str):
+        remedy += f"; one of your own: install its entry point ({ENTRY_POINTS})"
     why = f"{key} {words}"
     if is_auto(value):
         why += '; "auto" is for keys that Hugging Face fills in; this key is not one of them'

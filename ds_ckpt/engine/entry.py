@@ -201,7 +201,7 @@ def _with_section(given: dict[str, Any]) -> dict[str, Any] | None:
     encoded, args = os.environ.get(environment.SECTION_VARIABLE), given.get("args")
     key = next((k for k in ("config", "config_params") if given.get(k) is not None), "args")
     source = getattr(args, "deepspeed_config", None) if key == "args" else given[key]
-    config = _read(source)
+    config = read_source(source)
     if encoded is None or config is None:
         return config
     if config.get("ds_ckpt") is not None:
@@ -216,7 +216,7 @@ def _with_section(given: dict[str, Any]) -> dict[str, Any] | None:
     return config
 
 
-def _read(source: Any) -> dict[str, Any] | None:
+def read_source(source: Any) -> dict[str, Any] | None:
     """Read an object, a file or base64 as DeepSpeed does; None if it cannot be read."""
     if source is None or isinstance(source, Mapping):
         return None if source is None else dict(source)

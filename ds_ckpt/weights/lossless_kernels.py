@@ -59,14 +59,7 @@ def _write(words, limit, values, places, widths):
 
 @kernel
 def encode(
-    old,
-    new,
-    headers,
-    ends,
-    words,
-    numel: tl.int64,
-    MANTISSA: tl.constexpr,
-    WRITE: tl.constexpr,
+    old, new, headers, ends, words, numel: tl.int64, MANTISSA: tl.constexpr, WRITE: tl.constexpr
 ):
     """Write headers; or, if `WRITE`, the words, of which each block's end at `ends`."""
     GROUPS: tl.constexpr = BLOCK // GROUP

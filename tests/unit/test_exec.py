@@ -120,14 +120,16 @@ def test_exit_codes_and_the_last_line() -> None:
 def test_what_is_wrong_is_refused_before_anything_starts(tmp_path, row) -> None:
     """Rows: `arguments => words of the refusal`."""
     words, _, refusal = row.partition(" => ")
-    (tmp_path / "s.json").write_text('{"activation": {"policy": "blok"}}')
-    for name in ("deepspeed", "accelerate"):
+    (tmp_path / "s.json").write_text(text := '{"activation": {"policy": "blok"}}')
+    (tmp_path / "bad.json").write_text(f'{{"ds_ckpt": {text}}}')
+    for name in ("deepspeed", "accelerate", "torchrun"):
         (tmp_path / name).write_text("#!/bin/sh\ntouch ran\n")
         (tmp_path / name).chmod(0o755)
     done = command(*words.split(), cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == bool(refusal), done.stderr
     assert refusal in done.stderr
     assert "Traceback" not in done.stderr
+    assert ("no file none.json, unless" in done.stderr) == ("config none.json" in words)
     assert (tmp_path / "ran").exists() != bool(refusal)
 
 

@@ -193,13 +193,14 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     ports = {asked[0]: asked[4] for asked in hosts.asked}
     assert ports == {"a": "1234", "b": "0", "c": "0"}
     # equal ones are one line
-    b, c = ((255, "", f"{name}.org: connect to {name}: refused") for name in "bc")
+    b, c = ((255, "", f"ssh: {name}.org: connect to {name}: refused") for name in "BC")
+    unknown = "ssh: Could not resolve hostname a: Name or service not known"
     with pytest.raises(HostError) as caught:
-        check_hosts(Hosts(a=(1, "", "no module torch"), b=b, c=c))
+        check_hosts(Hosts(a=(255, "", unknown), b=b, c=c))
     other, alike = caught.value.problems
     assert (alike.where, alike.found) == ("b, c", "ssh: NODE.org: connect to NODE: refused")
     assert "`ssh NODE true`" in alike.remedy
-    assert other.where == "a"
+    assert (other.where, "/etc/hosts" in other.remedy) == ("a", True)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,8 @@ def test_gpus_are_used_if_there_are_enough(tmp_path, monkeypatch, gpus, wanted, 
 def test_hostfiles_that_cannot_be_used(tmp_path: Path) -> None:
     lines = ("node1", "node1 slots=0", "node1 8", "node1 max_slots=8")
     twice, unequal = "a slots=2\na slots=2", "a slots=2\nb slots=4"
-    texts = dict.fromkeys(lines, "line 1") | {"": "no nodes", twice: "line 2"}
+    texts = dict.fromkeys(lines, "line 1") | {"": "names its nodes", twice: "line 2"}
+    texts["a 1\na slots=2\nb 1"] = "line 1(.|\n)*line 3"
     for text, message in (texts | {unequal: "a with 2, b with 4"}).items():
         (tmp_path / "hosts").write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,7 @@
 """Means, intervals and derived figures, from samples with known parts."""
 
 import gc
+import io
 import math
 import random
 import re
@@ -16,11 +17,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ckpt.lab.measure.figures import DERIVED, MEASURED, Estimate, Figure, Ratio, Row
 from ds_ckpt.lab.measure.findings import Findings, byte_notes, find, headline, jackknife
+from ds_ckpt.lab.measure.measure_report import Report
 from ds_ckpt.lab.measure.samples import PARTS, Sample, StepTime, Trial, parts
 from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
@@ -219,6 +222,8 @@ def test_headlines_are_the_golden_ones(is_golden: Callable[[str, str], bool]) ->
         findings = _timed(steps_s)
         assert findings.comparisons[0].outcome == name.partition(",")[0]
         lines += [headline(findings), headline(_timed(steps_s, rate=None))]
+        Report([], findings).print(Console(file=(said := io.StringIO())))
+        assert ("For your DeepSpeed file" in said.getvalue()) == (name != "busy")
     assert is_golden("measure_headlines.txt", "\n".join([*lines, ""]))
 
 

@@ -208,6 +208,7 @@ def test_a_directory_and_a_deepspeed_file(config_json: Path, tmp_path: Path) -> 
         "optimizer": {"type": "SGD"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
         "ds_ckpt": {"activation": activation},
+        "train_micro_batch_size_per_gpu": 2,
     }
     ds.write_text(json.dumps(file))
     result = _run(
@@ -226,6 +227,8 @@ def test_a_directory_and_a_deepspeed_file(config_json: Path, tmp_path: Path) -> 
     none, configured, block = (f["held_bytes"] for f in profile["footprints"][:3])
     assert block < configured < none
     assert profile["footprints"][1]["host_bytes"] == 0, "one input, the last, stays"
+    result = _run(str(config_json.parent), "--config", str(ds), "--policies", "none")
+    assert "batch 2 of 64 tokens" in " ".join(result.output.split())
 
 
 def test_resident_weights_on_hosts(config_json: Path, tmp_path: Path) -> None:

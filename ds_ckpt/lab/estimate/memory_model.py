@@ -278,8 +278,7 @@ def exchange_memory(
     feedback = settings.residuals(0, defers=defers, entries=sum(kept) // local)
     groups = [(nodes, 1), (1, local)] if local > 1 else [(nodes, world // nodes)]
     buffers = assignment.buffer_bytes(
-        *(bucket, world // local, local),
-        in_place=feedback is not None and feedback.adds_in_place,
+        *(bucket, world // local, local), in_place=feedback is not None and feedback.adds_in_place
     )
     sent = ExchangeMemory(buffers=buffers, nccl=sum(starmap(_nccl_bytes, groups)))
     if feedback is None:

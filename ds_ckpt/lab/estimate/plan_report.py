@@ -15,7 +15,7 @@ from ds_ckpt.lab.estimate.search import (
     placement,
 )
 from ds_ckpt.lab.hosts.hardware import Constant
-from ds_ckpt.telemetry.units import GIB
+from ds_ckpt.telemetry.units import GIB, number
 
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
@@ -30,13 +30,21 @@ def figures(question: Question) -> list[Constant]:
 def print_plan(search: Search, best: PlanOption, console: Console, *, details: bool) -> None:
     """Print the best setting, the best with and without this plugin, and their difference."""
     question, model = search.question, search.question.model
+    memory = question.cluster.device["memory_bytes"] / 1e9
+    margins = [0.0, *(r.margin for m in search.methods for r in m.records if r.metric == "loss")]
+    means = f" (verdicts on small models: within {max(margins):.1%})" * (question.loss == "equal")
     console.print(
         f"{model.name}: {model.elements / 1e9:.2f} G parameters; {question.cluster.text}; "
-        f"{question.sequences} sequences of {model.tokens} tokens per step; loss: {question.loss}"
+        f"accelerators of {memory:.0f} GB; "
+        f"{question.sequences} sequence{'s' * (question.sequences > 1)} of {model.tokens} tokens "
+        f"per step; loss: {question.loss}{means}"
     )
     theirs, ours = search.best_with(plugin=False), search.best_with(plugin=True)
     by = "with ds_ckpt" if best.setting.sections else "DeepSpeed alone"
-    console.print(f"[bold]Best:[/bold] {by}, {_line(search, best)}")
+    candidates = (one for one in search.all if one.at_least_s <= best.step.seconds)
+    over = best.step.seconds / min(one.step.seconds for one in candidates) - 1
+    rank = f"within {over:.1%} of the fastest" if over > _LEAST else "the fastest"
+    console.print(f"[bold]Chosen ({rank}):[/bold] {by}, {_line(search, best)}")
     if theirs is None or ours is None:
         console.print(f"{'With ds_ckpt' if ours is None else 'DeepSpeed alone'}: nothing fits")
     else:
@@ -45,7 +53,7 @@ def print_plan(search: Search, best: PlanOption, console: Console, *, details: b
         console.print(f"{by}: {_line(search, other)}")
         console.print(f"ds_ckpt {_difference(theirs, ours)}")
     console.print(
-        f"Simulated. Steps within {TIE:.0%} are a tie: the closest to plain DeepSpeed is named. "
+        f"Simulated. Steps within {TIE:.0%} are a tie: the closest to plain DeepSpeed is chosen. "
         "Costs, alternatives, sources: --details"
     )
     if details:
@@ -58,8 +66,8 @@ def print_plan(search: Search, best: PlanOption, console: Console, *, details: b
 
 def _line(search: Search, one: PlanOption) -> str:
     return (
-        f"{search.question.tokens / one.step.seconds:,.0f} tokens/s, {one.step.seconds:.3g} s per "
-        f"step, {one.needed_bytes / GIB:.1f} of {one.capacity_bytes / GIB:.1f} GiB: "
+        f"{search.question.tokens / one.step.seconds:,.0f} tokens/s, {number(one.step.seconds)} s "
+        f"per step, {one.needed_bytes / GIB:.1f} of {one.capacity_bytes / GIB:.1f} GiB: "
         f"{one.setting.describe()}"
     )
 
@@ -70,16 +78,21 @@ def _difference(theirs: PlanOption, ours: PlanOption) -> str:
         (theirs.step.seconds, ours.step.seconds, "s per step"),
         (theirs.step.link_bytes / 1e9, ours.step.link_bytes / 1e9, "GB over a node's link"),
         (theirs.needed_bytes / GIB, ours.needed_bytes / GIB, "GiB of memory"),
+        (theirs.host_bytes / GIB, ours.host_bytes / GIB, "GiB of host memory per rank"),
     ):
         if abs(before - after) > _LEAST * before:
-            change = f"{abs(before - after):.3g} {words} ({before:.3g} to {after:.3g})"
+            change = f"{number(abs(before - after))} {words} ({number(before)} to {number(after)})"
             found["saves" if after < before else "costs"].append(change)
+    method, (is_rounded, *_) = ours.setting.method, ours.setting.distance
+    found["costs"] += [f"gradients rounded ({method.name})"] * is_rounded
+    if method.betas:
+        found["costs"].append("AdamW's betas changed to {:g} and {:g}".format(*method.betas))
     parts = [f"{verb} {', '.join(changes)}" for verb, changes in found.items() if changes]
     return "; ".join(parts) or "changes neither time nor bytes nor memory"
 
 
 def _show_costs(best: PlanOption, console: Console) -> None:
-    console.print("\n[bold]Costs of the fastest:[/bold]")
+    console.print("\n[bold]Costs of the chosen:[/bold]")
     blocks = ", ".join(f"{n} x {word}" for word, n in Counter(best.plan.choices).items())
     console.print(f"  blocks: {blocks}; {best.host_bytes / GIB:.1f} GiB of host memory per rank")
     console.print(f"  the accelerator waits for {best.step.waits_s:.3g} s of the step")

@@ -227,7 +227,7 @@ class Search:
         if rest:
             why = f"each of {machine.ranks} ranks trains equally many sequences"
             remedy = f"write {(self.each + 1) * machine.ranks}"
-            problem = Problem("--batch", f"{question.sequences} sequences", why, remedy)
+            problem = Problem("--batch", f"a batch of {question.sequences}", why, remedy)
             raise ConfigError(problem, headline="the batch cannot be divided")
         far = [*[HPZ] * two_levels, *RESIDENT] if machine.hosts > 1 else []
         self.kinds = [ZERO1, ZERO2, ZERO3, *far]

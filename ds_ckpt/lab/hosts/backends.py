@@ -153,26 +153,25 @@ class Loopback(Backend):
 def read_hostfile(path: Path) -> dict[str, int]:
     """Read the number of ranks by node, as DeepSpeed does; ConfigError if they are unequal."""
     found: dict[str, int] = {}
+    problems, remedy = list[Problem](), "write `name slots=8` for each node, in one line"
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         line, where = line.strip(), f"{path}, line {number}"
         if not line or line.startswith("#"):
             continue
         # what follows, such as max_slots=8, is not read
         match = re.match(r"(\S+)\s+slots=0*([1-9]\d*)", line)
-        if match is None:
-            raise _unusable(where, line, "a line is a name and a number of ranks")
-        if match[1] in found:
-            raise _unusable(where, line, "the node is in an earlier line")
-        found[match[1]] = int(match[2])
-    if len(set(found.values())) != 1:
+        if match is not None and match[1] not in found:
+            found[match[1]] = int(match[2])
+        else:
+            why = "the node is in an earlier line" if match else "a line names a node and its ranks"
+            problems.append(Problem(where, line, why, remedy))
+    if len(set(found.values())) != 1 and not problems:
         slots = ", ".join(f"{name} with {count}" for name, count in found.items()) or "no nodes"
-        raise _unusable(str(path), slots, "all nodes have the same number of ranks")
+        why = "all nodes have the same number of ranks" if found else "a hostfile names its nodes"
+        problems.append(Problem(str(path), slots, why, remedy))
+    if problems:
+        raise ConfigError(problems, headline="this hostfile cannot be used")
     return found
-
-
-def _unusable(where: str, found: str, why: str) -> ConfigError:
-    problem = Problem(where, found, why, "write `name slots=8` for each node, in one line")
-    return ConfigError(problem, headline="this hostfile cannot be used")
 
 
 def environment(interface: str | None, *, gpus: bool = False) -> dict[str, str]:

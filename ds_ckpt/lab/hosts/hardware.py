@@ -21,11 +21,10 @@ from ds_ckpt.lab.hosts import probe
 HARDWARE = Path(__file__).with_name("hardware.json")
 EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
-_CLUSTER = re.compile(
-    rf"([1-9]\d*) nodes? x ([1-9]\d*) ([^,]+)(?:, ?{_NUMBER} ?([GM])(?-i:b)(?:it/s|ps|/s))?"
-    rf"(?:, ?{_NUMBER} ?([um])s)?",
-    re.IGNORECASE,
-)
+_NODES = r"(?i:([1-9]\d*) (?:node|host)s? x ([1-9]\d*) ([^,]+))"
+_RATE = rf"(?i:{_NUMBER} ?([GM])(?-i:b)(?:it/s|ps|/s))"
+_LATENCY = rf"(?i:{_NUMBER} ?([um])s)"
+_CLUSTER = re.compile(f"{_NODES}(?:, ?{_RATE})?(?:, ?{_LATENCY})?")
 _UNITS = {"g": 1e9, "m": 1e6}, {"u": 1e-6, "m": 1e-3}
 
 
@@ -119,8 +118,11 @@ class Hardware:
         """
         found = _CLUSTER.fullmatch(" ".join(text.split()))
         if found is None or not (found[4] or links or found[1] == "1"):
+            known = re.compile(f"{_NODES}|{_RATE}|{_LATENCY}")
+            parts = re.split(", ?", " ".join(text.split()))
+            unread = [part for part in parts if not known.fullmatch(part)]
             why = "it must name nodes, devices per node, their kind and a link rate"
-            self.add(self.where, text, why, f'write "{EXAMPLE}"')
+            self.add(self.where, (unread or [text])[0], why, f'write "{EXAMPLE}"')
             return None
         nodes, local, name, rate, rate_unit, latency, latency_unit = found.groups()
         per_s = float(rate) * _UNITS[0][rate_unit.lower()] if rate else math.inf

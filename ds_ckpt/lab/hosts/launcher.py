@@ -104,6 +104,8 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
         answered = time.time()
         if code == 255:
             remedy = f"make `ssh {name} true` work without a password from the first node"
+            if "resolve host" in output:
+                remedy = "correct the name in the hostfile, or add it to /etc/hosts"
             return Problem(name, output, "processes are started over ssh", remedy)
         if code:
             problem, _, remedy = output.partition("\nremedy: ")
@@ -133,7 +135,7 @@ def _grouped(problems: Sequence[Problem]) -> list[Problem]:
     """Join the nodes that have the same problem; in its text they are NODE."""
     by_texts: dict[tuple[str, ...], list[Problem]] = {}
     for problem in problems:
-        name = rf"(?<![\w-]){re.escape(problem.where)}(?![\w-])"
+        name = rf"(?i)(?<![\w-]){re.escape(problem.where)}(?![\w-])"
         texts = (problem.found, problem.why, problem.remedy)
         by_texts.setdefault(tuple(re.sub(name, "NODE", text) for text in texts), []).append(problem)
     return [
@@ -167,7 +169,7 @@ def _try(hosts: Backend, name: str, argv: Sequence[str]) -> tuple[int, str]:
     except FileNotFoundError as error:
         return 255, f"no {error.filename} on this machine"
     text = result.stderr if result.returncode else result.stdout
-    output = (text or result.stdout).strip()
+    output = (text or result.stdout).strip().removeprefix("ssh: ")
     return result.returncode, f"ssh: {output}" if result.returncode == 255 else output
 
 

@@ -82,7 +82,7 @@ class Report:
         rows = [[*row, share.get(row[0], "-").replace("none shown", "none")] for row in table.rows]
         several = self._shares() if len(self.findings.rates) > 1 else []
         steps = ReportSection("", [*several, Table([*heads, "pays for"], rows)])
-        sections = [steps, *map(self._advice, first[:1])]
+        sections = [steps, *(self._advice(one) for one in first[:1] if one.outcome != "busy")]
         Document(headline(self.findings), self._notes(), sections).print(console)
 
     def _advice(self, first: ComparisonRow) -> ReportSection:
@@ -186,7 +186,10 @@ class Report:
         trial = f"{spec.steps} timed steps per trial after {spec.drop} dropped"
         rows = [
             ["layout", f"{spec.hosts} nodes x {spec.slots} ranks ({spec.where})"],
-            ["batch", f"{spec.batch} sequences of {spec.tokens} tokens per rank"],
+            [
+                "batch",
+                f"{spec.batch} sequence{'s' * (spec.batch > 1)} of {spec.tokens} tokens per rank",
+            ],
             ["micro-steps per step", str(spec.accumulation)],
             ["repetitions", f"{spec.repetitions}, {trial}"],
             ["model", f"{spec.model or spec.shape or 'Llama'}, {'bf16' if spec.bf16 else 'fp32'}"],

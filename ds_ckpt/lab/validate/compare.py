@@ -44,7 +44,7 @@ class Judgement:
         more = more_seeds(self.interval, self.record.margin)
         if more is None:
             return "inconclusive: too near the margin for any number of seeds"
-        return f"inconclusive: needs about {more} more seeds"
+        return f"inconclusive: needs about {more} more seed{'s' * (more > 1)}"
 
 
 def compare(plan: RunPlan, candidate: Contender, results: Results, margin: float) -> Judgement:
