@@ -272,11 +272,13 @@ class Session:
         self._gradient.exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
 
     def _describe(self) -> str:
-        facts = [self.config.summary()]
+        off = {"resident": False} if self._gather and not self._resident else {}
+        weights = self.config.weights.model_copy(update=off)
+        part, on = self.config.activation.summary(), self._blocks and self._blocks.describe()
+        facts = [self.config.model_copy(update={"weights": weights}).summary()]
+        facts = [facts[0].replace(part, f"{part} on {on}", 1)] if on else facts
         if self._planning:
             facts.append("planned at the first training batch")
-        if self._blocks:
-            facts.append(f"checkpointing on {self._blocks.describe()}")
         if self.exchange:
             facts += self.exchange.describe()
         if self._resident:

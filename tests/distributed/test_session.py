@@ -68,7 +68,7 @@ def test_all_ways_in_end_in_the_same_session(tmp_path: Path) -> None:
     assert len(first["blocks"]) == 3
     assert first["method"] == "topk"
     assert all(other == first for other in others)
-    assert "3 blocks (LlamaDecoderLayer)" in first["summary"]
+    assert " on 3 blocks (LlamaDecoderLayer)" in first["summary"]
     assert "Top-K" in first["summary"]
 
 

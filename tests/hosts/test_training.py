@@ -115,6 +115,7 @@ def test_auto_chooses_by_whole_steps_and_says_what(own_hosts, tmp_path, nodes) -
     if nodes == 2:
         assert chosen == {"gradients": "compressed", "resident weights": "uncompressed"}
     assert ("weights not resident: all ranks share one node" in said) == (nodes == 1)
+    assert ("weights resident on every node" in said) == (nodes == 2)
 
 
 @pytest.mark.slow
