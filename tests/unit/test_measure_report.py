@@ -85,7 +85,7 @@ def test_80_columns_show_a_line_per_configuration_and_the_json(tmp_path, monkeyp
     folder = write_run(tmp_path / "run", replace(demo, demo=True))
     result = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    table, _, advice = result.output.partition("For your DeepSpeed file (block/3bit/whole)")
+    table, _, advice = result.output.partition(" block with 3bit or dense (block/3bit/whole)")
     assert max(map(len, table.splitlines())) <= 80
     for row in Report.of(folder).findings.rows:
         (line,) = (x for x in table.splitlines() if x.split()[:1] == [row.configuration])

@@ -96,7 +96,8 @@ class Report:
         section["weights"] = {"resident": True} if section["weights"] else {}
         content = {"ds_ckpt": {axis: value for axis, value in section.items() if value}}
         code = Code(json.dumps(content, indent=2).splitlines())
-        return ReportSection(f"For your DeepSpeed file ({best.name})", [code])
+        rule = f"fastest of {first.policy} with {' or '.join(dict.fromkeys(methods[::-1]))}"
+        return ReportSection(f"For your DeepSpeed file: {rule} ({best.name})", [code])
 
     def json(self) -> dict[str, Any]:
         """Return everything; a value that does not exist is NaN, null in the file."""
