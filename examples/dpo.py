@@ -68,12 +68,11 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
         )
         adapters = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        data, tokenizer = preferences(), byte_tokenizer()
         trainer = trl.DPOTrainer(
             model,
             args=arguments,
-            train_dataset=data,
-            processing_class=tokenizer,
+            train_dataset=preferences(),
+            processing_class=byte_tokenizer(),
             peft_config=adapters,
         )
         result = trainer.train()

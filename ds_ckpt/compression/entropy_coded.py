@@ -351,8 +351,8 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[int], means: Tensor) -> No
     steps = [(numbers >> k).add_(1) for numbers, k in zip(code.sequences, ks, strict=True)]
     split = [s.split([p[min(i, 1)] for p in parts]) for i, s in enumerate(steps)]
     unary = torch.cat([piece for part in zip(*split, strict=True) for piece in part]).cumsum(0)
-    numbers = torch.tensor([0, *(sent + 2 * above for sent, above in parts)]).cumsum(0)
-    ends = torch.nn.functional.pad(unary, (1, 0))[numbers.to(unary.device)].tolist()
+    numbers = torch.tensor([0, *(s + 2 * a for s, a in parts)], device=unary.device).cumsum(0)
+    ends = torch.nn.functional.pad(unary, (1, 0))[numbers].tolist()
     bits.index_fill_(0, unary.sub_(1).add_(_low_bits_before(parts, lows, unary.device)), 1)
     index, low = [], [_planes(n, k) for n, k in zip(code.sequences[:2], ks[:2], strict=True)]
     of_parts = [n.split([p[i] * ks[i] for p in parts]) for i, n in enumerate(low)]

@@ -74,7 +74,9 @@ def test_an_environment_without_ds_ckpt_gets_plain_deepspeed(folder: Path) -> No
 
 
 OBSERVED = """
-import sys
+import os, sys
+sys.path = [p for p in sys.path if not os.path.exists(p + "/sitecustomize.py")]  # the system's
+sys.modules.pop("sitecustomize", None)
 file, source, seen, known = sys.argv[1], open(sys.argv[1]).read(), [], set(sys.modules)
 sys.modules["sitecustomize"] = sys
 sys.addaudithook(lambda event, given: seen.append(f"{event} {given[0]}"))
@@ -92,16 +94,13 @@ def test_other_processes_load_nothing(folder: Path) -> None:
     command = [sys.executable, "-I", "-c", OBSERVED, str(file)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said == "['import sitecustomize'] {'sitecustomize'}\n"
-    source = file.read_text()
-    ast.parse(source, feature_version=(3, 10))
+    ast.parse(file.read_text(), feature_version=(3, 10))
     assert [p.name for p in environment.STARTUP.glob("*.py")] == ["sitecustomize.py"]
 
 
 def command(*words: str, cwd: Any = None, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **more}
-    return subprocess.run(
-        [*EXEC, *words], capture_output=True, text=True, timeout=60, env=env, cwd=cwd
-    )
+    options = {"capture_output": True, "text": True, "env": {**os.environ, **more}, "cwd": cwd}
+    return subprocess.run([*EXEC, *words], timeout=60, **options)
 
 
 def test_exit_codes_and_the_last_line() -> None:
