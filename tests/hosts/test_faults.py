@@ -104,7 +104,9 @@ def _fails_in_mid_run(hosts: EmulatedHosts, folder: Path, fault: Callable) -> tu
 
     threading.Thread(target=watch, daemon=True).start()
     with pytest.raises(HostError) as caught:
-        measure(SPEC, folder, backend=hosts, console=Console(quiet=True), stall_s=STALL_S)
+        measure(
+            SPEC, folder, backend=hosts, console=Console(quiet=True), stall_s=STALL_S, budget_s=600
+        )
     assert happened, caught.value
     return str(caught.value), time.monotonic() - happened[0]
 
