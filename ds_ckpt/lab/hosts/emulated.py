@@ -256,7 +256,7 @@ class EmulatedHosts(Backend):
         """Describe the emulation."""
         return (
             f"{len(self.names)} nodes emulated on one machine (network namespaces, bandwidth "
-            f"shaped by the kernel, delay not), {self.slots} ranks each"
+            f"shaped by the kernel, delay not), {self.slots} rank{'s' * (self.slots > 1)} each"
         )
 
     def set_rate(self, rate_mbit: float | None) -> None:
