@@ -71,12 +71,12 @@ def _check_files(command: Sequence[str], section: Any) -> str:
     for n, (word, following) in enumerate(itertools.pairwise([*command, ""])):
         option, is_joined, value = word.partition("=")
         path = value if is_joined else following
-        is_file = os.path.isfile(path)
-        if n < script and option in options and path not in ("", "none") and not is_file:
+        exists = os.path.exists(path)
+        if n < script and option in options and path not in ("", "none") and not exists:
             why, remedy = "the launcher would train on this node alone", "correct the path"
             raise ConfigError(Problem(option, f"no file {path}", why, remedy))
         if option in configs and path.endswith(".json") and not path.startswith("-"):
-            if is_file:
+            if exists:
                 _check_configuration(path, section)
             else:
                 missing = f"ds-ckpt exec: {option}: no file {path}, unless the script writes it"
@@ -86,12 +86,13 @@ def _check_files(command: Sequence[str], section: Any) -> str:
 
 def _check_configuration(path: str, section: Any) -> None:
     from ds_ckpt.config import load_file, parse
-    from ds_ckpt.engine.entry import read_source
     from ds_ckpt.errors import ConfigError
 
     try:
         content = load_file(path)
     except ConfigError:  # without a section of ours DeepSpeed reads comments, too
+        from ds_ckpt.engine.entry import read_source
+
         if not (content := read_source(path) or {}):
             raise
     parse({"ds_ckpt": section, **content}, source=path)

@@ -77,7 +77,7 @@ def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
     found = {
         "summary": config.summary(),
         "conditions": list(conditions(config, raw)),
-        "accuracy": [verdict.model_dump(mode="json") for verdict in verdicts],
+        "accuracy": [verdict.model_dump(mode="json", by_alias=True) for verdict in verdicts],
         "accuracy_words": describe_accuracy(config.compression, verdicts),
     }
     return result | {"ok": True, **found}

@@ -43,10 +43,11 @@ from torch import Tensor
 
 from ds_ckpt.compression import entropy_format as fmt
 from ds_ckpt.compression import fused
-from ds_ckpt.compression.base import Codec, Method
+from ds_ckpt.compression.base import Codec, Method, row_groups
 from ds_ckpt.compression.wire import aligned, section
 from ds_ckpt.fields import Expects
 
+_DECODED_AT_ONCE = 1 << 24  # entries on a device, or one row: each takes 6 to 9 bytes
 _TO_BYTE = sum(1 << (56 - 7 * i) for i in range(8))
 _TO_BITS = sum(1 << 7 * i for i in range(8))
 _LOW_BITS = sum(1 << 8 * i for i in range(8))
@@ -127,11 +128,8 @@ class EntropyCoded(Method, Codec):
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=values.device)
         empty = functools.partial(torch.empty, dtype=torch.int32, device=values.device)
         histograms, guessed = zeros(grid[1], fmt.BINS), empty(grid[1], 8)
-        tried, counts, sums = (
-            empty(*grid, 16),
-            empty(*grid, 8),
-            empty(*grid, 2, dtype=torch.float64),
-        )
+        tried, counts = empty(*grid, 16), empty(*grid, 8)
+        sums = empty(*grid, 2, dtype=torch.float64)
         scratch = empty(*grid, len(fmt.SHARES) - 1, fmt.TILE, dtype=torch.int16)
         out.zero_()
         payloads = out, out.stride(0), segments, *sizes
@@ -145,17 +143,18 @@ class EntropyCoded(Method, Codec):
     def _unpack_add_with_kernels(self, payloads: Tensor, into: Tensor, scale: float) -> None:
         from ds_ckpt.compression import entropy_kernels as kernels
 
-        rows, numel, stride = len(payloads), len(into), payloads.stride(0)
-        if not numel * rows:
+        numel, stride = len(into), payloads.stride(0)
+        if not numel * len(payloads):
             return
         parts, segments, sizes = self._grid(numel)
-        grid = parts, rows * segments
-        ones = torch.empty(grid[1], 6 * sizes[1], dtype=torch.int32, device=into.device)
-        places = torch.empty(*grid, fmt.PART, dtype=torch.int16, device=into.device)
-        codes = payloads.new_zeros(rows, numel)
-        kernels.read[grid](ones, places, codes, numel, payloads, stride, segments, *sizes)
-        args = codes, into, rows, numel, payloads, stride, segments, sizes[1], float(scale)
-        kernels.add[(parts * fmt.PART // fmt.TILE, segments)](*args, enable_fp_fusion=False)
+        for (some,) in row_groups(numel, _DECODED_AT_ONCE, payloads):
+            grid = parts, len(some) * segments
+            ones = torch.empty(grid[1], 6 * sizes[1], dtype=torch.int32, device=into.device)
+            places = torch.empty(*grid, fmt.PART, dtype=torch.int16, device=into.device)
+            codes = payloads.new_zeros(len(some), numel)
+            kernels.read[grid](ones, places, codes, numel, some, stride, segments, *sizes)
+            args = codes, into, len(some), numel, some, stride, segments, sizes[1], float(scale)
+            kernels.add[(parts * fmt.PART // fmt.TILE, segments)](*args, enable_fp_fusion=False)
 
     def _grid(self, numel: int) -> tuple[int, int, tuple[int, int]]:
         """Return parts of a segment, segments, and the bytes of a row and of a segment."""
