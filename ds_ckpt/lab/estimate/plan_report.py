@@ -41,8 +41,8 @@ def print_plan(search: Search, best: PlanOption, console: Console, *, details: b
     )
     theirs, ours = search.best_with(plugin=False), search.best_with(plugin=True)
     by = "with ds_ckpt" if best.setting.sections else "DeepSpeed alone"
-    candidates = (one for one in search.all if one.at_least_s <= best.step.seconds)
-    over = best.step.seconds / min(one.step.seconds for one in candidates) - 1
+    simulated = [one for one in search.all if "step" in vars(one)]  # the shortest is among them
+    over = best.step.seconds / min(one.step.seconds for one in simulated) - 1
     rank = f"within {over:.1%} of the fastest" if over > _LEAST else "the fastest"
     console.print(f"[bold]Chosen ({rank}):[/bold] {by}, {_line(search, best)}")
     if theirs is None or ours is None:
