@@ -79,7 +79,7 @@ def _check_files(command: Sequence[str], section: Any) -> str:
             if exists:
                 _check_configuration(path, section)
             else:
-                missing = f"ds-ckpt exec: {option}: no file {path}, unless the script writes it"
+                missing = f"ds-ckpt exec: {option}: no file {path}; the script must write it"
                 typer.echo(missing, err=True)
     return missing
 

@@ -55,7 +55,7 @@ def profile(
     ] = "",
     limit_gib: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Memory of the accelerator, in GiB; 90% is used."),
+        typer.Option(min=0.001, help="Memory of the accelerator, in GiB; 90% may be filled."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="JSON file to write all results to.")

@@ -99,7 +99,7 @@ class EntropyCoded(Method, Codec):
 
     def pack_rows(self, values: Tensor, out: Tensor) -> None:
         """Code each row; `values` become the residual."""
-        if fused.is_supported(values.device):
+        if fused.is_supported(values.device, _try_kernels):
             self._pack_with_kernels(values, out)
             return
         values.nan_to_num_(0.0, 0.0, 0.0)
@@ -109,7 +109,7 @@ class EntropyCoded(Method, Codec):
 
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add the decoded values of each payload."""
-        if fused.is_supported(into.device):
+        if fused.is_supported(into.device, _try_kernels):
             self._unpack_add_with_kernels(payloads, into, scale)
             return
         for payload in payloads:
@@ -258,6 +258,13 @@ def _pack(values: Tensor, payload: Tensor) -> None:
     values.sub_(code.decoded(means, numel))
 
 
+def _try_kernels(device: torch.device) -> None:
+    some, values = EntropyCoded(), torch.zeros(1, fmt.TILE, device=device)
+    packed = values.new_empty(1, some.packed_bytes(fmt.TILE), dtype=torch.uint8)
+    some._pack_with_kernels(values, packed)
+    some._unpack_add_with_kernels(packed, values[0], 1.0)
+
+
 def _guess(magnitude: Tensor, budget: int) -> tuple[list[int], list[int]]:
     """Return thresholds, ascending, the last infinite, and k of each sequence."""
     # one of every so many, at varying offsets: a fixed one would miss most of a matrix's columns if
@@ -316,7 +323,6 @@ def _is_spread(places: Tensor, room: int) -> Tensor:
 
 
 def _choose(values: Tensor, magnitude: Tensor, places: Tensor, threshold: int) -> _Sent:
-    """Return the code of these entries."""
     above = magnitude[places].sub_(threshold)
     strong = _places(above >= fmt.STRONG)
     level = above[strong].sub_(fmt.STRONG).div_(fmt.LEVEL, rounding_mode="floor").long()
@@ -326,7 +332,6 @@ def _choose(values: Tensor, magnitude: Tensor, places: Tensor, threshold: int) -
 
 
 def _lengths(sequences: Sequence[Tensor], ks: Sequence[int]) -> list[int]:
-    """Return the bits of each sequence."""
     return [
         int((numbers >> k).sum()) + (1 + k) * len(numbers)
         for numbers, k in zip(sequences, ks, strict=True)
@@ -370,7 +375,6 @@ def _write(payload: Tensor, code: _Sent, ks: Sequence[int], means: Tensor) -> No
 
 
 def _low_sizes(parts: Sequence[tuple[int, int]], ks: Sequence[int]) -> list[int]:
-    """Return the low bits of each part."""
     return [sent * ks[0] + above * ks[1] for sent, above in parts]
 
 

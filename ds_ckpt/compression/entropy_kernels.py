@@ -70,7 +70,6 @@ def _finite(x):
 
 @triton.jit
 def _pick(x, i):
-    """Return the element of a vector at a place."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == i, x, 0), axis=0)
 
 

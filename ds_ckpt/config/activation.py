@@ -115,12 +115,12 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
         """Return the policies of the section and of its rules."""
         return [self.policy, *(rule.policy for rule in self.rules)]
 
-    def summary(self) -> str:
-        """Describe the active settings in a few words."""
+    def summary(self, blocks: str = "") -> str:
+        """Describe the active settings in a few words; `blocks` follows the policy."""
         known = POLICIES.get(self.policy)
         detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
         words = f"checkpointing {self.policy}"
-        words += self.settings().describe() if known else detail
+        words += (self.settings().describe() if known else detail) + blocks
         rules = f", {len(self.rules)} rules" if self.rules else ""
         if "offload" in self.policies_used():
             words += f", saved tensors{self.from_size} in host memory"

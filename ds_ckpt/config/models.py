@@ -81,11 +81,11 @@ class PluginConfig(Section):
         compresses = self.compression.method != "none"
         return self.activation.active or compresses or bool(self.weights.resident)
 
-    def summary(self) -> str:
-        """Describe the active settings in one line."""
+    def summary(self, blocks: str = "") -> str:
+        """Describe the active settings in one line; `blocks` follows the policy."""
         parts = []
         if self.activation.active:
-            parts.append(self.activation.summary())
+            parts.append(self.activation.summary(blocks))
         if self.compression.method != "none":
             parts.append(self.compression.summary())
         if self.weights.resident:

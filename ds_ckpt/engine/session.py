@@ -274,9 +274,8 @@ class Session:
     def _describe(self) -> str:
         off = {"resident": False} if self._gather and not self._resident else {}
         weights = self.config.weights.model_copy(update=off)
-        part, on = self.config.activation.summary(), self._blocks and self._blocks.describe()
-        facts = [self.config.model_copy(update={"weights": weights}).summary()]
-        facts = [facts[0].replace(part, f"{part} on {on}", 1)] if on else facts
+        blocks = f" on {self._blocks.describe()}" if self._blocks else ""
+        facts = [self.config.model_copy(update={"weights": weights}).summary(blocks)]
         if self._planning:
             facts.append("planned at the first training batch")
         if self.exchange:

@@ -148,7 +148,6 @@ def _try_kernels(device: torch.device) -> None:
 
 
 def _headers_and_words(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return headers and words, int32."""
     data = payload[8:].view(torch.int32)
     blocks = -(-numel // BLOCK)
     return data[:blocks], data[blocks:]
@@ -300,7 +299,6 @@ def _write(words: _Array, starts: _Array, values: _Array, places: _Array) -> Non
 
 
 def _decode_(mantissa: int, weights: Tensor, headers: _Array, words: _Array) -> None:
-    """Decode one chunk."""
     count = headers.astype(np.int64) & 0xFFFF
     c, mode = (headers >> 16).astype(np.uint8).astype(np.int16), headers >> 24
     flagged, uncompressed = mode == FLAGS, mode == UNCOMPRESSED

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(tmp_path, row) -> None:
     assert done.returncode == bool(refusal), done.stderr
     assert refusal in done.stderr
     assert "Traceback" not in done.stderr
-    assert ("no file none.json, unless" in done.stderr) == ("config none.json" in words)
+    assert ("no file none.json; the script" in done.stderr) == ("config none.json" in words)
     assert (tmp_path / "ran").exists() != bool(refusal)
 
 

@@ -87,7 +87,7 @@ def _policies(profile: Profile) -> Table:
                 times(one.step.launches, none.launches),
             ]
         )
-    memory = (*["on, host"] * hosts, "saved", "peak", "with, states")
+    memory = (*["on host"] * hosts, "saved", "peak", "with\nstates")
     return Table(("policy", "tokens\nx batch", *memory, "fits", "FLOPs", "launches"), rows)
 
 
