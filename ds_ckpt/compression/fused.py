@@ -7,6 +7,7 @@ The operators of each codec run elsewhere, and the kernels are tested against th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ckpt.errors import log
-
+log = logging.getLogger("ds_ckpt")
 TILE = 1024
 """Entries of one program: a multiple of four blocks of any length."""
 # without fusion a product and a sum stay two roundings, as they are in the operators
