@@ -59,20 +59,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def unwritable(error: OSError, path: Path | None = None) -> DsCkptError:
-    """Return the error of a file that cannot be written, with the path if it is known."""
-    remedy = "name a place that you may write to"
+def unusable(error: OSError, path: Path | None = None) -> DsCkptError:
+    """Return the error of a file that cannot be read or written, with the path if it is known."""
+    remedy = "name a place that you may read and write"
     if error.errno in _FULL:
         remedy = "free some space, then run the same command again"
-    where, why = str(path or error.filename or "disk"), "the command writes a file there"
+    where, why = str(path or error.filename or "disk"), "the command uses a file there"
     problem = Problem(where, error.strerror or str(error), why, remedy)
-    return DsCkptError(problem, headline="a file cannot be written")
+    return DsCkptError(problem, headline="a file cannot be read or written")
 
 
 def error_text(error: Exception) -> str | None:
-    """Return what is printed without a traceback: this package's errors, failures to write."""
+    """Return what is printed without a traceback: this package's errors, those of files."""
     if isinstance(error, OSError) and error.errno in (*_FULL, *_NOT_ALLOWED):
-        error = unwritable(error)
+        error = unusable(error)
     return str(error) if isinstance(error, DsCkptError) else None
 
 
@@ -107,5 +107,5 @@ def write_output(path: Path | None, to: Callable[[Path], object]) -> None:
     try:
         to(path)
     except OSError as error:
-        raise unwritable(error, path) from None
+        raise unusable(error, path) from None
     typer.echo(f"wrote {path}", err=True)  # stdout may be read by a program
