@@ -4,8 +4,8 @@ Pydantic finds the mistakes; the words come from the markers of the fields.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -90,4 +90,16 @@ def _unknown_key(key: str, value: object, model: type[Section], path: str) -> Pr
     if close := nearest(key, keys):
         why += f'; did you mean "{close}"?'
         return Problem(place, show(value), why, f"write it as {path}.{close}")
-    return Problem(place, show(value), why, f"remove it; the keys here are {', '.join(keys)}")
+    remedy = f"remove it; the keys here are {', '.join(keys)}"
+    if below := " or as ".join(_below(key, model, path)):
+        remedy = f"write it as {below}, or {remedy}"
+    return Problem(place, show(value), why, remedy)
+
+
+def _below(key: str, model: type[Section], path: str) -> Iterator[str]:
+    """Yield where sections below this one have the key: `bits` is one of `quantize`."""
+    for name, field in model.model_fields.items():
+        if (section := section_of(field.annotation)) and get_origin(field.annotation) is not tuple:
+            if key in section.model_fields:
+                yield join(join(path, name), key)
+            yield from _below(key, section, join(path, name))
