@@ -18,7 +18,7 @@ from ds_ckpt.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 UsageError = typer.BadParameter.__mro__[1]
 OTHERS = ("cd", ".", "git", "apt", "ruff", "mypy", "lint-imports", "accelerate", "torchrun")
-OTHERS += ("axolotl", "bash", "swift")
+OTHERS += ("axolotl", "bash", "llamafactory-cli", "swift")
 
 
 def check_command(command: str, *, named: bool = False) -> None:
