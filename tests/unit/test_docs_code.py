@@ -243,6 +243,8 @@ def test_the_readme_is_short() -> None:
     assert len(text.splitlines()) <= 110
     assert len(text.split()) <= 900
     assert len(text.partition("```")[0].split()) <= 150, "words before the first code"
+    for_me = text.partition("## Is it for me?")[2].partition("\n\n")[0]
+    assert for_me.count("\n|") == 2 + 5, "a heading, a line, five rows"
     (least,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
     assert f"Python {least}+" in text
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", _FENCE.sub("", text))
