@@ -452,28 +452,27 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         "gpu": "nothing here: it needs a GPU, or more than one node with GPUs",
     }
     lines = [
-        "# Claims and measurements",
+        f"# Fact check: {len(judged)} claims from papers and blogs",
         "",
-        "Published figures on activation checkpointing and gradient compression, each with the",
-        "command that verifies it. Written by `python benchmarks/claims.py` from",
-        "`benchmarks/claims.toml` and `benchmarks/results/claims.json`: figures and verdicts are",
-        "computed, so do not edit this page.",
+        "Claims of other authors about activation checkpointing and gradient compression, none of",
+        "them about ds_ckpt. Each row has the claim in short, what a test here found, and the",
+        "command that repeats the test. No GPU was used.",
         "",
-        "| verdict | claims |",
+        "| verdict on their claims | claims |",
         "|---|---|",
-        *(f"| {verdict} | {counts[verdict]} |" for verdict in VERDICTS),
-        f"| all | {len(judged)} |",
+        *(f"| {verdict} | {counts[verdict]} |" for verdict in VERDICTS if counts[verdict]),
         "",
         "| decided by | claims |",
         "|---|---|",
-        *(f"| {ways[way]} | {by[way]} |" for way in DECIDED_BY),
+        *(f"| {ways[way]} | {by[way]} |" for way in DECIDED_BY if by[way]),
+        "",
+        "Written by `python benchmarks/claims.py`, which computes the figures and verdicts.",
         "",
         "*Saved*: bytes that autograd keeps between forward and backward. *Peak*: the most bytes",
         "at once that a step makes. *FLOPs*: products and attention cores, relative to no policy.",
         "*All*: ZeRO-3's states of one of 8 ranks, and the peak. Fake steps are in bf16 with",
         "the language-model head and the loss "
         "([plan.md](plan.md#what-a-model-costs-ds-ckpt-profile) defines the numbers).",
-        "No claim here was decided on a GPU.",
     ]
     for theme, title in themes.items():
         rows = [row for row in judged if row.claim.theme == theme]
@@ -501,7 +500,8 @@ def page(themes: dict[str, str], cases: Sequence[Case], judged: Sequence[Judged]
         "",
     ]
     sources = sorted({row.claim.source for row in judged})
-    lines += ["## Sources of the claims", "", "The number before the dash names the file.", ""]
+    about = "Texts of other authors, not in this repository, by the number before the dash."
+    lines += ["## Sources of the claims", "", about, ""]
     lines += [f"- `{source}`" for source in sources]
     return "\n".join(lines) + "\n"
 

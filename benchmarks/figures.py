@@ -29,7 +29,7 @@ CELLS = {
     "stock": "ZeRO-3",
     "3 bits": "ZeRO-3, gradients in 3 bits",
     "ZeRO-1": "ZeRO-1",
-    "resident, whole": "resident weights, whole",
+    "resident, whole": "resident weights, uncompressed",
     "resident, lossless": "resident weights, lossless",
     "resident, lossless + dense once a step": "the same, gradients once a step",
     "resident, lossless + 3 bits": "the same, gradients in 3 bits",
@@ -56,7 +56,7 @@ def bytes_of_a_step() -> Panel:
     widths = [sent[cell] for cell in CELLS]
     return Rows(
         list(CELLS.values()),
-        "MB that a host sends in a step",
+        "MB that a node sends per step",
         [Band("", widths)],
         notes=[f"{width:.3g} MB" for width in widths],
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,38 +26,57 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _kind(key: dict[str, Any]) -> str:
+def _paths(schema: dict[str, Any]) -> dict[str, str]:
+    """Return the shortest JSON path of every section, by its name in the schema."""
+    found: dict[str, str] = {}
+    left = [(path, key) for path, key in schema["properties"].items()]
+    for path, key in left:
+        one = key.get("anyOf", [key])[0]
+        name = one.get("items", one).get("$ref", "").rpartition("/")[2]
+        if name and name not in found:
+            found[name] = path + "[]" * ("items" in one)
+            inner = schema["$defs"][name]["properties"].items()
+            left += [(f"{found[name]}.{k}", about) for k, about in inner]
+    return found
+
+
+def _kind(key: dict[str, Any], paths: dict[str, str]) -> str:
     """Describe the values of a key."""
     if "$ref" in key:
-        name = key["$ref"].rpartition("/")[2]
-        return f"[section](#{name.lower()})"
+        anchor = re.sub(r"[^\w]", "", paths[key["$ref"].rpartition("/")[2]])
+        return f"[section](#{anchor})"
     if values := key.get("enum", [key["const"]] if "const" in key else []):
         return ", ".join(f"`{json.dumps(value)}`" for value in values)
     if "anyOf" in key:
-        return " or ".join(_kind(k) for k in key["anyOf"] if k.get("type") != "null")
+        return " or ".join(_kind(k, paths) for k in key["anyOf"] if k.get("type") != "null")
     kinds = key.get("type", "any")
     kinds = [kinds] if isinstance(kinds, str) else [k for k in kinds if k != "null"]
     signs = {"minimum": "at least", "exclusiveMinimum": "above"}
     signs |= {"maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {key[sign]}" for sign, word in signs.items() if sign in key]
-    inner = f" of {_kind(key['items'])}" if isinstance(key.get("items"), dict) else ""
+    inner = f" of {_kind(key['items'], paths)}" if isinstance(key.get("items"), dict) else ""
     return ", ".join([" or ".join(kinds) + inner, *limits])
 
 
 def keys() -> str:
-    """All sections, in the schema's order, `ds_ckpt` first."""
+    """All sections by path, `ds_ckpt` first."""
     schema = json_schema()
     lines = ["# Every key of the configuration", "", _HEAD.format(source="the JSON Schema")]
     lines += ["`ds-ckpt schema` prints the schema for an editor, `ds-ckpt validate FILE` checks a"]
     lines += ["file against it and against DeepSpeed's own settings.", ""]
-    sections = dict(sorted(schema["$defs"].items(), key=lambda item: item[0] != "PluginConfig"))
-    for name, section in sections.items():
-        lines += [f"## {name}", "", " ".join(section.get("description", "").split()), ""]
+    lines += [
+        "A heading is the path of a section in the file; `[]` means each element of a list.",
+        "",
+    ]
+    paths = _paths(schema)
+    for name, path in sorted(paths.items(), key=lambda item: (item[1][0] != "d", item[1])):
+        section = schema["$defs"][name]
+        lines += [f"## `{path}`", "", " ".join(section.get("description", "").split()), ""]
         lines += ["| key | value | default | what it does, and costs |", "|---|---|---|---|"]
         for key, about in section["properties"].items():
             default = f"`{json.dumps(about['default'])}`" if "default" in about else "-"
             words = _cell(about.get("description", ""))
-            lines.append(f"| `{key}` | {_cell(_kind(about))} | {default} | {words} |")
+            lines.append(f"| `{key}` | {_cell(_kind(about, paths))} | {default} | {words} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -104,11 +124,14 @@ def commands() -> str:
             help_ = _cell(getattr(option, "help", "") or "")
             lines.append(f"| `{shown}` | {_cell(value)} | {said} | {help_} |")
         lines.append("")
-    return "\n".join([*lines, PYTHON])
+    names = "Method Codec register aligned section add_rows Expects Removed Compressor"
+    compressor = [f"\n::: ds_ckpt.compression.{name}" for name in names.split()]
+    return "\n".join([*lines, PYTHON, *compressor, ""])
 
 
 PYTHON = """## Python
-Public names of `import ds_ckpt`. Everything else is in the configuration.
+Public names of `import ds_ckpt`. Everything else is in the configuration, except [what a compressor
+needs](#python-for-a-compressor).
 
 ::: ds_ckpt.engine.entry
     options:
@@ -124,6 +147,10 @@ Public names of `import ds_ckpt`. Everything else is in the configuration.
     options:
       show_root_heading: false
       show_root_toc_entry: false
+
+## Python for a compressor
+Names to import from `ds_ckpt.compression`. [Add a compressor](add_a_compressor.md) has a complete
+example.
 """
 
 

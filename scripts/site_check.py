@@ -4,7 +4,7 @@
 
 Each page must raise no script error, lack no file, and be no wider than its window. No code is cut,
 no table is wider than its column, no list is part of a paragraph. Links and anchors inside the site
-must lead somewhere. At most 20 pages. Needs chromium, nothing else.
+must lead somewhere. No private name is documented. At most 20 pages. Needs chromium, nothing else.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ class Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """Links and anchors inside the site that lead nowhere."""
+    """Links and anchors inside the site that lead nowhere, and anchors of private names."""
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
-    found = []
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    found = [f"{anchor} is private" for anchor in sorted(anchors) if "._" in anchor]
     for path, page in pages.items():
         for link in sorted(page.links):
             if "//" in link or link.startswith(("mailto:", "data:")) or path.name == "404.html":

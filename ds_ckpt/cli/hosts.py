@@ -15,7 +15,7 @@ from typer import Argument, Option
 from ds_ckpt.cli.common import file_option, parse_rate, progress, refuse_options, write_output
 
 hosts = typer.Typer(
-    help="Nodes of a hostfile: check them. Emulated nodes: run a command.", no_args_is_help=True
+    help="Check the nodes of a hostfile, or run a command on emulated nodes.", no_args_is_help=True
 )
 _CLOCK_S = 5.0
 """Difference between clocks that is worth a warning."""
@@ -93,7 +93,7 @@ def probe(
     ] = None,
     count: _Count = 2,
     rate: _Rate = "200mbit",
-    seconds: Annotated[float, Option(min=0.2, help="Least seconds of each transfer.")] = 1.0,
+    seconds: Annotated[float, Option(min=0.2, help="Minimum seconds of each transfer.")] = 1.0,
     output: Annotated[
         Path | None, Option("--output", "-o", help="File for the JSON result.")
     ] = None,

@@ -33,18 +33,18 @@ def plan(
         typer.Option(help='"4 nodes x 8 A100 80 GB, 100 Gbit/s"; a latency may follow: ", 50 us".'),
     ],
     links: Annotated[
-        Path | None, file_option("File of `ds-ckpt probe`: measured rate and latency.")
+        Path | None, file_option("JSON file of `ds-ckpt probe`: measured rate and latency.")
     ] = None,
     hardware: Annotated[
-        Path | None, file_option("Figures of accelerators; a copy of hardware.json to edit.")
+        Path | None, file_option("Data of accelerators: an edited copy of hardware.json.")
     ] = None,
     loss: Annotated[
         Literal["equal", "any"],
-        typer.Option(help="Verdict that compressed gradients need; any: none."),
+        typer.Option(help="Allowed methods. equal: validated as equivalent. any: all."),
     ] = "equal",
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences in a step, all ranks. [default: about 1 M tokens]"),
+        typer.Option(min=1, help="Sequences per step, all ranks. [default: about 1 M tokens]"),
     ] = None,
     tokens: Tokens = None,
     modules: Modules = "",
@@ -58,8 +58,8 @@ def plan(
     other_output: Annotated[
         Path | None,
         typer.Option(
-            help="DeepSpeed JSON file to write: the best without ds_ckpt, or with it if those of "
-            "--output are without."
+            help="DeepSpeed JSON file to write: the best of the other kind, without ds_ckpt if "
+            "--output has it, else with it."
         ),
     ] = None,
     details: Annotated[

@@ -68,7 +68,7 @@ def profile(
         ),
     ] = None,
 ) -> None:
-    """Count memory, recompute and launches of a model under several policies.
+    """Count memory, recomputation and launches of a model under several policies.
 
     Steps run on fake tensors, which allocate nothing. Each finding ends with the line of the
     DeepSpeed file that acts on it.

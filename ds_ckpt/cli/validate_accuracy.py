@@ -1,4 +1,4 @@
-"""`ds-ckpt validate-accuracy`: dense training against compression, judged by statistics."""
+"""`ds-ckpt validate-accuracy`: uncompressed against compressed training, judged by statistics."""
 
 import traceback
 from pathlib import Path
@@ -21,10 +21,10 @@ def validate_accuracy(
         Option(min=0.01, max=50, help="Margin, in percent of loss or points. [default: 0.5 or 1]"),
     ] = None,
     virtual_workers: Annotated[
-        int | None, Option(min=2, help="Workers in this process. [default: 4]")
+        int | None, Option(min=2, help="Number of workers in one process. [default: 4]")
     ] = None,
     processes: Annotated[
-        int | None, Option(min=2, help="Train on this many ZeRO-3 ranks instead.")
+        int | None, Option(min=2, help="Number of ZeRO-3 ranks, in place of virtual workers.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -42,20 +42,20 @@ def validate_accuracy(
     ] = None,
     dense_correction: Annotated[
         float | None,
-        Option(min=0, max=0.99, help="First-moment correction of dense runs after 25% of steps."),
+        Option(min=0, max=0.99, help="Momentum correction in the last 75% of uncompressed runs."),
     ] = None,
-    batch: Annotated[int | None, Option(min=1, help="Rows of a micro-batch.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Micro-batch size, in sequences.")] = None,
     length: Annotated[int | None, Option(min=4, help="Sequence length, in tokens.")] = None,
-    accumulation: Annotated[int | None, Option(min=1, help="Micro-batches per step.")] = None,
+    accumulation: Annotated[int | None, Option(min=1, help="Gradient accumulation steps.")] = None,
     device: Annotated[str | None, Option(help="Device of virtual workers. [default: cpu]")] = None,
     output: Annotated[
         Path, Option(file_okay=False, help="Folder of results; finished runs are reused.")
     ] = Path("runs/accuracy"),
 ) -> None:
-    """Train dense and compressed in pairs, and judge the difference.
+    """Train uncompressed and compressed in pairs, and judge the difference.
 
-    Exit 0: every file is equivalent to dense training within the margin (or identical, or better).
-    1: one is worse. 2: one is inconclusive; the table has the --seeds to add. 3: the
+    Exit 0: every file is equivalent to uncompressed training within the margin (or identical, or
+    better). 1: one is worse. 2: one is inconclusive; the table has the --seeds to add. 3: the
     command could not run. Finished runs are kept in the output folder and not repeated.
     """
     given = dict(locals())

@@ -71,8 +71,8 @@ class ErrorFeedbackConfig(Section):
         _RESIDUALS,
     ] = Field(
         ExchangeSettings.momentum,
-        description="Correction a for the delay of error feedback. After the warm-up AdamW steps "
-        "by (1 - a) times its first moment plus a times the gradient.",
+        description="Compensates for the delay that error feedback adds. With a number a, after "
+        "the warm-up, AdamW steps by a times the new gradient + (1 - a) times its first moment.",
     )
 
 

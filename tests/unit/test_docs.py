@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ds_ckpt
+from tests import guide
 from tests.command_lines import check_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,15 @@ def test_reference_pages_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = importlib.import_module("reference")
     for name, made in (("keys.md", reference.keys()), ("commands.md", reference.commands())):
         assert made == (ROOT / "docs" / name).read_text("utf-8"), "run python scripts/reference.py"
+    heads = re.findall("^## (.*)", reference.keys(), re.M)
+    assert all(re.fullmatch(r"`(ds_ckpt|activation_checkpointing)[\w.[\]]*`", one) for one in heads)
+    assert {re.sub(r"\W", "", one) for one in heads} > set(
+        re.findall(r"\(#(\w+)", reference.keys())
+    )
+    for name in re.findall(r"ds_ckpt.compression import (.*)", guide.block("python"))[0].split(
+        ", "
+    ):
+        assert f"\n::: ds_ckpt.compression.{name}\n" in reference.commands(), name
 
 
 def test_links_lead_somewhere_on_a_package_index() -> None:
