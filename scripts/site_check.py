@@ -3,8 +3,9 @@
     python scripts/site_check.py [SITE]    # default: build/site; exit 1 says what is wrong
 
 Each page must raise no script error, lack no file, and be no wider than its window. No code is cut,
-no table is wider than its column, no list is part of a paragraph. Links and anchors inside the site
-must lead somewhere. No private name is documented. At most 20 pages. Needs chromium, nothing else.
+no table is wider than its column, no list is part of a paragraph. The home page's first picture is
+on its first screen. Links and anchors inside the site must lead somewhere. No private name is
+documented. At most 20 pages. Needs chromium, nothing else.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ addEventListener("message", e => {
     report("pre > code", x => x.scrollWidth > x.clientWidth + 1, "code is cut");
     const column = root.querySelector("article").clientWidth;
     report("table", x => Math.max(x.scrollWidth, x.offsetWidth) > column + 1, "a wide table");
+    const picture = page === "index.html" ? root.querySelector("article img") : null;
+    if (picture && picture.getBoundingClientRect().bottom > 800)
+      found.push(at + ": the first picture is not on the first screen");
     report("p", x => /\\n\\s*([-*]|\\d+\\.) /.test(x.textContent), "a list in a paragraph");
   }
   fetch("/", {method: "POST", body: JSON.stringify(found)});

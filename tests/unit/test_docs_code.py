@@ -298,8 +298,13 @@ def test_files_and_tests_in_sentences_are_there() -> None:
                 assert one in tests, f"{span}: {one}"
 
 
-def test_sentences_of_docstrings_are_short() -> None:
+def test_paragraphs_and_sentences_of_docstrings_are_short() -> None:
     """Indented lines are tables, formulas or fields. Colons and semicolons end no sentence."""
+    for page in PAGES:
+        text = re.sub(r"^#.*", "\n", _FENCE.sub("\n\n", page.read_text("utf-8")), flags=re.M)
+        for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )", text):
+            size = 0 if part.lstrip().startswith("|") else len(" ".join(part.split()))
+            assert max(size / 120, part.strip().count("\n") + 1) <= 5, (page, part)
     end = re.compile(r"(?<=[.!?])(?<!\.\.\.)(?<!et al\.)\s+|\n\s*\n|\n(?=- )")
     for path in (ROOT / "ds_ckpt").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
