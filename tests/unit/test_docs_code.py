@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from typer.testing import CliRunner
 
+from ds_ckpt.activation.policies import POLICIES
 from ds_ckpt.cli import app
 from ds_ckpt.config import parse
 from ds_ckpt.lab.hosts.backends import free_port
@@ -154,19 +155,13 @@ def test_json_is_a_configuration(block: Code) -> None:
 
 
 @pytest.mark.parametrize("block", _once([b for b in BLOCKS if b.language == "python"]))
-def test_python_runs(block: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(block: Code) -> None:
     if block.page == guide.PAGE:
         with guide.registered() as method:
             assert method.name == "sign"
     elif "register_policy" in block.text:
-        from ds_ckpt.activation import policies
-
-        known = next(v for v in vars(policies).values() if isinstance(v, dict) and "block" in v)
-        monkeypatch.setitem(known, "first_part", None)
-        del known["first_part"]
         exec(compile(block.text, str(block), "exec", dont_inherit=True), {"__name__": "guide"})
-        assert "first_part" in known
-        del known["first_part"]
+        assert POLICIES.pop("first_part")
     elif "step_field" in block.text:
         assert "exec(" in (ROOT / "tests/unit/test_timings.py").read_text(), "it runs this block"
     else:  # those with a model run under the launcher, below
@@ -288,6 +283,9 @@ def test_files_and_tests_in_sentences_are_there() -> None:
     modules = [ROOT / name for name in names if re.match(r"tests/.*\.py$", name)]
     source = "\n".join(path.read_text() for path in modules if path.exists())
     tests = {*re.findall(r"def (test_\w+)", source), *(path.stem for path in modules)}
+    design = (ROOT / "docs/design.md").read_text()
+    for room in {name.split("/")[1] for name in names if re.match(r"ds_ckpt/\w+(\.py|/)", name)}:
+        assert re.search(rf"^{room}/? ", design, re.M) or room == "__init__.py", room
     for span in SPANS:
         file, _, test = span.text.removeprefix("./").partition("::")
         is_file = re.fullmatch(r"[\w./]+\.(py|sh|json|jsonl|txt|md|toml|svg|yml|cff)", file)
