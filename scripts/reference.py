@@ -61,13 +61,11 @@ def _kind(key: dict[str, Any], paths: dict[str, str]) -> str:
 def keys() -> str:
     """All sections by path, `ds_ckpt` first."""
     schema = json_schema()
-    lines = ["# Every key of the configuration", "", _HEAD.format(source="the JSON Schema")]
+    lines = ["# Every key of the configuration", ""]
+    lines += ["A heading is the path of a section in the file; `[]` means each element of a list."]
     lines += ["`ds-ckpt schema` prints the schema for an editor, `ds-ckpt validate FILE` checks a"]
     lines += ["file against it and against DeepSpeed's own settings.", ""]
-    lines += [
-        "A heading is the path of a section in the file; `[]` means each element of a list.",
-        "",
-    ]
+    lines += [_HEAD.format(source="the JSON Schema")]
     paths = _paths(schema)
     for name, path in sorted(paths.items(), key=lambda item: (item[1][0] != "d", item[1])):
         section = schema["$defs"][name]
@@ -103,8 +101,9 @@ def _commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def commands() -> str:
     """All commands with their options and an example."""
-    lines = ["# Every command", "", _HEAD.format(source="the commands' own help")]
+    lines = ["# Every command", ""]
     lines += ["`ds-ckpt --install-completion` makes the shell complete them.", ""]
+    lines += [_HEAD.format(source="the commands' own help")]
     for name, command in _commands(typer.main.get_command(app)):
         paragraphs = [textwrap.fill(part, 100) for part in (command.help or "").split("\n\n")]
         lines += [f"## ds-ckpt {name}", "", "\n\n".join(paragraphs), ""]

@@ -2,8 +2,8 @@
 
 Links to files outside of docs/ become their names: the site does not have those files, and a name
 that is not there is a warning, which ends the build. A figure is a link to itself, which a
-telephone shows as large as one likes. Cells of a table have their column's name: site.css
-stacks them on a narrow screen.
+telephone shows as large as one likes. JSON paths in the navigation break after a point. Cells of a
+table have their column's name: site.css stacks them on a narrow screen.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _FIGURE.sub(r"[\1](\2)", _OUTSIDE.sub(named, markdown))
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
     """mkdocs calls it with each page's HTML."""
+    for one in page.toc:
+        for entry in (one, *one.children):
+            entry.title = re.sub(r"(?<=\w)\.(?=\w)", ".<wbr>", entry.title)
 
     def labelled(table: re.Match[str]) -> str:
         names = [
