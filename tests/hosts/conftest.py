@@ -52,7 +52,14 @@ def pdsh_hosts(can_launch: None) -> Iterator[EmulatedHosts]:
 
 
 @pytest.fixture
-def own_hosts(can_launch: None) -> Iterator[EmulatedHosts]:
+def own_hosts(can_emulate: None) -> Iterator[EmulatedHosts]:
+    """Two hosts for one test, which may break them."""
+    with EmulatedHosts(2, rate_mbit=None) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def own_pdsh_hosts(can_launch: None) -> Iterator[EmulatedHosts]:
     """Two hosts that pdsh reaches, for one test, which may break them."""
     with EmulatedHosts(2, rate_mbit=None, pdsh=True) as hosts:
         yield hosts

@@ -38,8 +38,10 @@ def system_state() -> dict[str, object]:
     """Return the state that nodes could leave on the machine. Only namespaces of this process's
     descendants count, since browsers and other tests make some, too. Orphans are descendants: see
     `tests/conftest.py`."""
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
-    queues = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True, check=True)
+    links, queues = (
+        subprocess.run([str(tool(name)), *argv], capture_output=True, text=True, check=True)
+        for name, *argv in (("ip", "-o", "link"), ("tc", "qdisc", "show"))
+    )
     spaces = set()
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):  # ended, or waits to be collected
@@ -132,10 +134,15 @@ def _send_bytes(hosts: EmulatedHosts, count: int) -> None:
         subprocess.run(first.command([sys.executable, "-c", send]), check=True)
 
 
-def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_launch: None) -> None:
-    marker = f"ds_ckpt_test_{os.getpid()}"
-    command = ["sh", "-c", f"touch /dev/shm/{marker}; cat $DS_CKPT_HOSTFILE; exit 3"]
-    run = ["hosts", "run", "--hosts=3", "--slots=2", "--rate=unlimited", "--pdsh", "--"]
+@pytest.mark.parametrize("pdsh", [False, True])
+def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(pdsh, request) -> None:
+    request.getfixturevalue("can_launch" if pdsh else "can_emulate")
+    marker, shown = f"ds_ckpt_test_{os.getpid()}", "/etc/hosts"
+    lines = ["127.0.0.1 localhost\n", *(f"10.77.0.{i + 1} host{i}\n" for i in range(3))]
+    if pdsh:
+        shown, lines = "$DS_CKPT_HOSTFILE", [f"host{i} slots=2\n" for i in range(3)]
+    command = ["sh", "-c", f"touch /dev/shm/{marker}; cat {shown}; exit 3"]
+    run = ["hosts", "run", "--hosts=3", "--slots=2", "--rate=unlimited", *["--pdsh"] * pdsh, "--"]
     result = subprocess.run(
         [sys.executable, "-m", "ds_ckpt.cli", *run, *command],
         capture_output=True,
@@ -143,19 +150,20 @@ def test_hosts_share_no_memory_and_the_command_decides_the_exit_code(can_launch:
         timeout=60,
     )
     assert result.returncode == 3, result.stderr
-    assert result.stdout == "".join(f"host{i} slots=2\n" for i in range(3))
+    assert result.stdout == "".join(lines)
     assert "links not shaped" in result.stderr
     assert not (Path("/dev/shm") / marker).exists()
 
 
-def test_a_hanging_launch_ends_in_time_and_names_the_place(own_hosts, tmp_path) -> None:
+def test_a_hanging_launch_ends_in_time_and_names_the_place(own_pdsh_hosts, tmp_path) -> None:
+    hosts = own_pdsh_hosts
     pdsh = ["pdsh", "-S", "-w", "host0,host1", "echo in the script; sleep 600"]
     started = time.monotonic()
     with pytest.raises(LaunchError, match=r"limit of 8 s") as caught:
-        supervise(own_hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=own_hosts)
+        supervise(hosts.prepare(pdsh, tmp_path), tmp_path, limit_s=8, backend=hosts)
     assert time.monotonic() - started < 30
     assert "host1: in the script" in str(caught.value)
-    assert own_hosts.hosts == ()
+    assert hosts.hosts == ()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.trials import measure
 from tests.hosts.conftest import processes
+from tests.hosts.test_emulated import system_state
 
 STALL_S = 60.0
 CHECK_LIMIT_S = 2 * SSH_S + 5
@@ -31,9 +32,9 @@ SPEC = Spec(rates=(None,), repetitions=500, tokens=32, policies=("none",), metho
 
 
 @pytest.fixture
-def leaves_nothing(own_hosts: EmulatedHosts) -> Iterator[EmulatedHosts]:
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[EmulatedHosts]:
     """Hosts of which nothing may be left when the test is over: process, namespace or queue."""
-    queues = _queues()
+    queues, own_hosts = system_state()["queues"], request.getfixturevalue(request.param)
     with contextlib.ExitStack() as held:
         # An open file keeps a namespace, so the kernel gives its number to no other test's hosts.
         spaces = set()
@@ -43,12 +44,7 @@ def leaves_nothing(own_hosts: EmulatedHosts) -> Iterator[EmulatedHosts]:
         yield own_hosts
         own_hosts.end()
         assert not [pid for pid in psutil.pids() if namespace(pid) in spaces]
-    assert _queues() == queues
-
-
-def _queues() -> set[str]:
-    shown = subprocess.run(["tc", "qdisc", "show"], capture_output=True, text=True, check=True)
-    return {line.split("refcnt")[0] for line in shown.stdout.splitlines()}
+    assert system_state()["queues"] == queues
 
 
 def _inside(host: int, hosts: EmulatedHosts, *argv: str) -> None:
@@ -112,18 +108,25 @@ def _fails_in_mid_run(hosts: EmulatedHosts, folder: Path, fault: Callable) -> tu
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", ["killed", pytest.param("link down", marks=pytest.mark.slow)])
-def test_a_host_that_vanishes_in_mid_run(leaves_nothing, tmp_path: Path, fault: str) -> None:
-    hosts = leaves_nothing
-    pid = hosts.hosts[1].pid
-    acts: dict[str, Callable[[], None]] = {
-        "killed": lambda: os.kill(pid, signal.SIGKILL),
-        "link down": lambda: _inside(1, hosts, "ip", "link", "set", INTERFACE, "down"),
-    }
-    output, took_s = _fails_in_mid_run(hosts, tmp_path / "run", acts[fault])
+@pytest.mark.parametrize(
+    "leaves_nothing",
+    ["own_hosts", pytest.param("own_pdsh_hosts", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_a_host_that_vanishes_in_mid_run(leaves_nothing, tmp_path: Path) -> None:
+    """It is killed, or its link is down, which is noticed over ssh."""
+    hosts, pid = leaves_nothing, leaves_nothing.hosts[1].pid
+
+    def fault() -> None:
+        if hosts.pdsh:
+            _inside(1, hosts, "ip", "link", "set", INTERFACE, "down")
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+    output, took_s = _fails_in_mid_run(hosts, tmp_path / "run", fault)
     assert took_s < BOUND_S
     assert "host1: found no answer" in output
-    assert ("the node has ended" in output) == (fault == "killed")
+    assert ("the node has ended" in output) == (not hosts.pdsh)
     assert "fix: check the machine and its link" in output
     assert "continues the run" in output
     assert not any(processes(host) for host in hosts.hosts)

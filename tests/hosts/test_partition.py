@@ -60,11 +60,11 @@ def _train(hosts: EmulatedHosts, folder: Path, **sections: Any) -> tuple[str, li
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_partition_offload_and_topk_from_a_json_file(pdsh_hosts, tmp_path, monkeypatch) -> None:
+def test_partition_offload_and_topk_from_a_json_file(two_hosts, tmp_path, monkeypatch) -> None:
     """Partition and offload change no loss; bytes are those of the plan."""
-    monkeypatch.setattr(pdsh_hosts, "slots", 2)
-    said, losses, logs = _train(pdsh_hosts, tmp_path / "all", activation_checkpointing=PASTED)
-    plain_said, plain_losses, plain_logs = _train(pdsh_hosts, tmp_path / "topk")
+    monkeypatch.setattr(two_hosts, "slots", 2)
+    said, losses, logs = _train(two_hosts, tmp_path / "all", activation_checkpointing=PASTED)
+    plain_said, plain_losses, plain_logs = _train(two_hosts, tmp_path / "topk")
     assert "no process" not in said
     assert "inputs in host memory" in said
     assert "split over the tensor-parallel group" in said

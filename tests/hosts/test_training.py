@@ -98,12 +98,12 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(hosts, tmp_path, requ
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_auto_chooses_by_whole_steps_and_says_what(own_hosts, tmp_path, nodes) -> None:
+def test_auto_chooses_by_whole_steps_and_says_what(tmp_path, nodes, request) -> None:
     """Both parts over a link that bytes fill; on one node weights are never resident."""
-    own_hosts.set_rate(5)
-    backend = own_hosts if nodes == 2 else Loopback(2)
-    # dense for 100 steps; then as many as a comparison takes at most, or two clear ones
-    steps, width = (100 + 18 * MAX_CYCLES + 2, 16) if nodes == 1 else (160, 48)
+    backend = request.getfixturevalue("own_hosts") if nodes == 2 else Loopback(2)
+    backend.set_rate(5)
+    # dense for 100 steps; then as many as a comparison takes at most, or two of two cycles
+    steps, width = (100 + 18 * MAX_CYCLES + 2, 16) if nodes == 1 else (100 + 2 * 36 + 2, 48)
     said = _launch(backend, tmp_path / "run", {"auto": "auto"}, steps=steps, width=width)
     chosen = {}
     for line in said.split("ds_ckpt: autotune: ")[1:]:
@@ -120,13 +120,13 @@ def test_auto_chooses_by_whole_steps_and_says_what(own_hosts, tmp_path, nodes) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_openmpi_starts_the_plugin_on_both_hosts(own_hosts, tmp_path, monkeypatch) -> None:
+def test_openmpi_starts_the_plugin_on_both_hosts(own_pdsh_hosts, tmp_path, monkeypatch) -> None:
     """Ranks are found by mpi4py."""
     if os.environ.get("CI") != "true" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun (Debian package openmpi-bin)")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    for process in _train(own_hosts, tmp_path / "mpi", "--launcher=openmpi"):
+    for process in _train(own_pdsh_hosts, tmp_path / "mpi", "--launcher=openmpi"):
         assert process["plugin"]["losses"] != process["stock"]["losses"]
         assert process["resident"]["losses"] == process["stock"]["losses"]
 
@@ -134,17 +134,17 @@ def test_openmpi_starts_the_plugin_on_both_hosts(own_hosts, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["script", "trainer", "accelerate"])
-def test_ways_to_build_an_engine_over_pdsh(own_hosts, tmp_path, kind) -> None:
+def test_ways_to_build_an_engine_over_pdsh(own_pdsh_hosts, tmp_path, kind) -> None:
     """Sections in code and by --section; accelerate starts DeepSpeed's launcher itself."""
     words, config = ["deepspeed"], exec_train.PLAIN if kind == "script" else HF
     if kind == "accelerate":
         words = ["accelerate", "launch", "--use_deepspeed", "--num_processes=2", "--num_machines=2"]
-        words += [f"--deepspeed_hostfile={own_hosts.folder}/hostfile", "--dynamo_backend=no"]
+        words += [f"--deepspeed_hostfile={own_pdsh_hosts.folder}/hostfile", "--dynamo_backend=no"]
         words += ["--machine_rank=0", f"--deepspeed_config_file={tmp_path}/config.json"]
-        words += [f"--main_process_ip={own_hosts.hosts[0].address}"]
+        words += [f"--main_process_ip={own_pdsh_hosts.hosts[0].address}"]
     with pytest.raises(LaunchError) if kind == "script" else contextlib.nullcontext():
         section = BLOCK if kind == "script" else LAYER
-        launch(tmp_path, kind, words, section, config, own_hosts)
+        launch(tmp_path, kind, words, section, config, own_pdsh_hosts)
     first, second = results(tmp_path, kind)
     assert [one for one, _ in first] == [one for one, _ in second]
     names = ["block", "segments", "block"] if kind == "script" else ["block"]
