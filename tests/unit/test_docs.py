@@ -1,6 +1,7 @@
 """Documents: links, the site's list of pages, generated pages, the package's metadata."""
 
 import importlib
+import json
 import re
 import runpy
 import subprocess
@@ -39,6 +40,10 @@ def test_home_page_and_readme_begin_alike_with_the_headline_of_the_results() -> 
         " ".join((ROOT / p).read_text().split()) for p in ("README.md", "docs/index.md")
     )
     assert readme.startswith(home.replace("](", "](docs/").partition(" If you have one")[0])
+    lines = json.loads((ROOT / "benchmarks/results/memory_of_a_step.json").read_text())["lines"]
+    none, _, block = ([max(axis) for axis in zip(*line, strict=True)] for line in lines.values())
+    flops = f"for {block[0] / none[0]:.3g}x the FLOPs"
+    assert f"fall from {none[1]:.3g} to {block[1]:.3g} GiB, {flops}" in home
 
 
 @pytest.mark.slow
