@@ -24,17 +24,17 @@ class PatchedMethod:
         self, function: Callable[..., Any], original: Callable[..., Any], owner: object = None
     ) -> None:
         functools.update_wrapper(self, original)
-        self._function, self._original, self.owner = function, original, owner
+        self._function, self.original, self.owner = function, original, owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._original, memo)
+        return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _identity, (self._original,)
+        return _identity, (self.original,)
 
 
 def _identity(value: Any) -> Any:

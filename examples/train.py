@@ -41,6 +41,8 @@ def main() -> None:
         if rank == 0 and (step % 10 == 0 or step + 1 == options.steps):
             print(f"step {step + 1:4}  loss {loss.item():.4f}", flush=True)
 
+    if rank == 0 and (session := ds_ckpt.session_of(engine)) is not None:
+        print(session.report(input_ids=ids, labels=ids), flush=True)
     engine.destroy()
     dist.destroy_process_group()
 

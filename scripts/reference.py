@@ -140,7 +140,7 @@ needs](#python-for-a-compressor).
 
 ::: ds_ckpt.engine.session.Session
     options:
-      members: [detach, residuals, activation_plan, offload, partition, observe]
+      members: [detach, report, residuals, activation_plan, offload, partition, observe]
 
 ::: ds_ckpt.errors
     options:

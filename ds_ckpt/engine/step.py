@@ -41,6 +41,7 @@ class StepState:
     Attributes:
         is_disabled: every bucket is sent uncompressed, with its residual. Set between steps, on
             every rank alike; saved with a checkpoint.
+        latest_mode: mode of the latest bucket.
     """
 
     exchange: AllToAllExchange
@@ -53,6 +54,7 @@ class StepState:
 
     def __post_init__(self) -> None:
         self._nonfinite_before = 0
+        self.latest_mode: ReductionMode = self.mode()
         self._metric_start: int | None = self.warmup_steps
         """Step at which the metric is measured first; None: the next one."""
         self._expects_more = False
@@ -108,6 +110,7 @@ class StepState:
         """Begin a bucket; see `ds_ckpt.zero3.gradient_hook.BucketExchange`."""
         self._expects_more = self.at_boundary is not None and not self.at_boundary()
         mode, is_warming_up = self.mode(names), self._is_warming_up
+        self.latest_mode = mode
         if is_warming_up and mode == "deepspeed":
             return None
         if not is_warming_up and self.exchange.metric is not None:

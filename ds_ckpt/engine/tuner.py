@@ -54,6 +54,7 @@ class Tuner:
     def restart(self) -> None:
         """Forget everything and compare anew."""
         self.choice: str | None = None
+        self._times_in_words = "no steps compared yet"
         self._compare()
 
     def _compare(self) -> None:
@@ -99,6 +100,9 @@ class Tuner:
         # NaN compares as significant and decisive
         is_significant = not gap_s <= MIN_Z * math.sqrt(variances[best] + variances[-1])
         is_decisive = not gap_s < (DECISIVE_RATIO - 1.0) * min(medians_s[best], medians_s[-1])
+        times = [f"{n} {1e3 * s:.1f}" for n, s in zip(self.candidates, medians_s, strict=True)]
+        doubt = "" if is_significant else "; no significant difference"
+        self._times_in_words = f"ms per step: {', '.join(times)}{doubt}"
         self._cycles, self._steps = self._cycles + 1, 0
         if self._cycles < (MAX_CYCLES if not is_significant else 1 if is_decisive else 2):
             return
@@ -106,11 +110,8 @@ class Tuner:
         before, self.choice = self.choice, self.candidates[-1 if keeps_baseline else best]
         self.is_comparing = False
         if torch.distributed.get_rank() == 0 and self.choice != before:
-            times = zip(self.candidates, medians_s, strict=True)
-            log.info(
-                "ds_ckpt: autotune: %s: %s (ms per step: %s%s)",
-                self._subject,
-                self.choice,
-                ", ".join(f"{name} {1e3 * s:.1f}" for name, s in times),
-                "" if is_significant else "; no significant difference",
-            )
+            log.info("ds_ckpt: %s", self.describe())
+
+    def describe(self) -> str:
+        """Return the choice, if there is one, and the times that the ranks compared last."""
+        return f"autotune: {self._subject}: {self.choice or 'undecided'} ({self._times_in_words})"

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.engine.tuner import COUNTED_STEPS
+from ds_ckpt.telemetry import Purpose
+from ds_ckpt.telemetry.memory import SavedActivations
+from ds_ckpt.telemetry.units import MB, number, size
 from tests.distributed import models
 from tests.distributed.models import quantize_section, topk_section
 from tests.distributed.pool import ranks
@@ -76,6 +80,40 @@ def test_the_shorter_step_is_chosen_by_all_ranks(tmp_path, slow, options) -> Non
         engine.load_checkpoint(str(tmp_path), tag="mine")
         assert (tuner.choice, tuner.current) == (None, "compressed")
         models.train(engine, "llama", 1, first=402)
+
+
+@ranks(2)
+def test_the_report_of_a_run_is_what_was_measured() -> None:
+    """Bytes of activations as autograd keeps them, of gradients as counted; the run goes on."""
+    section = quantize_section(exchange={"autotune": True}) | {"activation": {"policy": "block"}}
+    with running("llama", section, bucket=10**9) as engine:
+        session, data = ds_ckpt.session_of(engine), models.batch("llama", 0, 0)
+        sent, counted = [], session.counters.bytes_sent
+        models.set_clock(session.exchange.step.tuner, lambda: 1.0)
+        assert session.report(**data).splitlines()[1:] == [
+            "ds_ckpt: gradients sent per rank and step: none yet",
+            "ds_ckpt: autotune: gradients: undecided (no steps compared yet)",
+        ]
+        for step in range(CYCLE):
+            before = counted[Purpose.REDUCE]
+            models.train(engine, "llama", 1, first=step)
+            sent.append((counted[Purpose.REDUCE] - before) / MB)
+        lines, kept = session.report(**data).splitlines(), []
+        for detach in (lambda: None, session.detach):
+            detach()
+            with SavedActivations(engine.module) as found:
+                loss = models.loss_of(engine(**data))
+            engine.backward(loss)
+            kept.append(size(found.bytes))
+    assert kept[0] != kept[1]
+    assert lines == [
+        f"ds_ckpt: activations kept per rank: {kept[0]}; {kept[1]} without the policy (computed)",
+        "ds_ckpt: gradients sent per rank and step: "
+        f"compressed {number(fmean(sent[:9]))} MB (steps: 9), deepspeed {number(fmean(sent[10:]))} "
+        f"MB (steps: 8), uncompressed {number(sent[9])} MB (steps: 1)",
+        "ds_ckpt: autotune: gradients: undecided (ms per step: compressed 1000.0, deepspeed "
+        "1000.0; no significant difference)",
+    ]
 
 
 @ranks(2)

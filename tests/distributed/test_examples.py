@@ -44,6 +44,7 @@ def test_a_plain_script(tmp_path: Path) -> None:
     output = _run("train.py", tmp_path, "--steps", "12")
     losses = _losses(output)
     assert losses[-1] < losses[0]
+    assert "MiB without the policy (computed)\nds_ckpt: gradients sent per rank" in output
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ckpt.errors import Problem, UnsupportedError
-from ds_ckpt.patch import patched
+from ds_ckpt.patch import PatchedMethod, patched
 from ds_ckpt.sharded import full_shape
 from ds_ckpt.telemetry.memory import NO_WORK, tensors_in
 
@@ -202,6 +202,8 @@ def fake_copy(
             return kind(map(copied, value))
         if kind in (dict, OrderedDict):
             return kind((k, copied(v)) for k, v in value.items())
+        if isinstance(value, PatchedMethod):  # of a session's checkpointing
+            return copied(value.original)
         if isinstance(value, types.MethodType) and id(value.__self__) in modules:
             return types.MethodType(value.__func__, modules[id(value.__self__)])
         return value
