@@ -19,7 +19,6 @@ from ds_ckpt.lab.workload import count_parameters
 from tests.hosts.conftest import COMMAND, FEW, LARGER, far_bytes, trials
 
 SMALL = [*FEW, "--shape=hidden_size=128,layers=2,intermediate_size=344,heads=4"]
-RATES = (200.0,)
 
 
 def wait_for_trials(folder: Path, process: subprocess.Popen[str], count: int = 2) -> None:
@@ -109,8 +108,15 @@ def test_interfaces_count_the_bytes_of_the_collectives_within_3_percent(measured
     for trial in trials(measured):
         counted = sum(trial.far_bytes.values())
         assert sum(trial.interface_bytes) == pytest.approx(counted, rel=0.03), trial.key
-        assert len(trial.interface_bytes) == 2
-    assert byte_notes(Report.of(measured).findings) == []
+        # the rate was really set: no interface sends more than it allows
+        busy_s = 8e-6 * max(trial.interface_bytes) / (trial.rate_mbit or 1.0)
+        assert busy_s < 1.1 * max(step.step_s for step in trial.steps), trial.key
+        assert (len(trial.interface_bytes), trial.rate_mbit) == (2, 200.0)
+    report = Report.of(measured)
+    assert byte_notes(report.findings) == []
+    assert "measure" in report.runs[0]["command"]
+    assert report.runs[0]["versions"]["deepspeed"]
+    assert "<svg" in (measured / "report.html").read_text()
 
 
 def test_configurations_send_the_expected_bytes(measured: Path) -> None:
@@ -119,24 +125,6 @@ def test_configurations_send_the_expected_bytes(measured: Path) -> None:
         assert reduced[f"{policy}/stock"] == pytest.approx(2 * reduced[f"{policy}/dense"], rel=0.02)
         assert 0 < reduced[f"{policy}/4bit"] < reduced[f"{policy}/dense"] / 6
         assert reduced[f"{policy}/no_comm"] == 0
-
-
-def test_a_shaped_link_is_busy_no_longer_than_a_step(measured: Path) -> None:
-    """The rate was really set: no interface sends more than its rate allows."""
-    for trial in trials(measured):
-        if trial.rate_mbit is not None:
-            busy_s = 8e-6 * max(trial.interface_bytes) / trial.rate_mbit
-            longest_s = max(step.step_s for step in trial.steps)
-            assert busy_s < 1.1 * longest_s, trial.key
-
-
-def test_the_report_lies_there_with_its_run(measured: Path) -> None:
-    data = json.loads((measured / "report.json").read_text())
-    (run,) = data["runs"]
-    assert "measure" in run["command"]
-    assert run["versions"]["deepspeed"]
-    assert {row["rate_mbit"] for row in data["rows"]} == set(RATES)
-    assert "<svg" in (measured / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from ds_ckpt.lab.measure.samples import COMPUTE
@@ -80,17 +80,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure(Generic[Of]):
-    """Name for files, title and unit for people, computation. MB are stored in bytes."""
+    """Name for files, title and unit for people, computation. MB are stored in bytes.
+
+    `is_paired`: a difference of paired steps, which may be negative and needs an interval.
+    """
 
     name: str
     title: str
     unit: str
     of: Callable[[Of], FigureValue]
+    is_paired: bool = False
 
     @property
     def heading(self) -> str:
         """Title with the unit."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    def bounded(self, found: Estimate) -> Estimate:
+        """Leave out differences without an interval; no other interval has both signs."""
+        if not self.is_paired:
+            return found if found.value < 0 else replace(found, low=max(found.low, 0.0))
+        return Estimate(math.nan, math.nan, math.nan) if math.isnan(found.low) else found
 
     def text(self, value: FigureValue) -> str:
         """Format a value in its unit, without the unit."""
@@ -210,14 +220,16 @@ def _speedup(before: Row, after: Row) -> Ratio:
 
 
 DERIVED: list[Figure[Comparison]] = [
-    Figure("cost_s", "recomputation costs", "s", lambda c: c.cost_s),
+    Figure("cost_s", "recomputation costs", "s", lambda c: c.cost_s, is_paired=True),
     Figure("work_s", "recomputation's own work", "s", lambda c: c.reference.part_s("recompute")),
     Figure("freed_bytes", "bytes freed", "MB/node", lambda c: c.freed_bytes),
     Figure("freed_s", "link time freed", "s", lambda c: c.freed_s),
-    Figure("shorter_s", "step shortened by", "s", lambda c: c.shorter_s),
-    Figure("share_paid", "share paid", "", lambda c: Ratio(c.shorter_s, c.cost_s)),
-    Figure("change_s", "both together", "s", lambda c: c.cost_s - c.shorter_s),
-    Figure("ceiling_s", "upper bound of step shortened by", "s", lambda c: c.ceiling_s),
+    Figure("shorter_s", "step shortened by", "s", lambda c: c.shorter_s, is_paired=True),
+    Figure("share_paid", "share paid", "", lambda c: Ratio(c.shorter_s, c.cost_s), is_paired=True),
+    Figure("change_s", "both together", "s", lambda c: c.cost_s - c.shorter_s, is_paired=True),
+    Figure(
+        "ceiling_s", "upper bound of step shortened by", "s", lambda c: c.ceiling_s, is_paired=True
+    ),
     Figure("faster", "speedup", "x", lambda c: _speedup(c.reference, c.compared)),
     Figure(
         "faster_than_no_checkpointing",

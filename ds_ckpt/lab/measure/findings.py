@@ -19,17 +19,19 @@ from ds_ckpt.lab.measure.figures import (
     TOLERANCE,
     Comparison,
     Estimate,
+    Figure,
     Ratio,
     Row,
     middle_half,
 )
 from ds_ckpt.lab.measure.samples import PARTS, Memory, Sample, Trial
-from ds_ckpt.lab.measure.spec import Configuration, Spec, link, title
+from ds_ckpt.lab.measure.spec import MIN_REPETITIONS, Configuration, Spec, link, title
 from ds_ckpt.lab.report.charts import missing_package_error
 from ds_ckpt.telemetry.units import MB, number
 
 Key = TypeVar("Key")
-ComparisonOutcome = Literal["share", "all", "none", "free", "busy", "single"]
+_FIGURES: dict[str, Figure[Any]] = {one.name: one for one in [*list[Any](MEASURED), *DERIVED]}
+ComparisonOutcome = Literal["share", "all", "none", "free", "busy", "few"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class ComparisonRow:
         """Return the result: the part of recomputation's time that compression pays for.
 
         `share`, `all`, or `none` that is significant. If recomputation's cost is not significant,
-        it is `free`: the interval excludes its own work. Else the machine is too `busy`. A `single`
-        repetition has no interval.
+        it is `free`: the interval excludes its own work. Else the machine is too `busy`. `few`
+        repetitions have no interval.
         """
         cost, work = self.values["cost_s"], self.values["work_s"].value
         if math.isnan(cost.low):
-            return "single"
+            return "few"
         if math.isnan(self.values["share_paid"].low):
             return "busy" if 0 < work <= cost.high else "free"
         if self.values["shorter_s"].low <= 0:
@@ -108,7 +110,8 @@ def find(spec: Spec, samples: Sequence[Sample]) -> Findings:
         if not numbers:
             continue
         rows_of = functools.partial(_rows, spec, trials, peaks)
-        values = jackknife(numbers, functools.partial(_values, spec, rows_of))
+        estimates = jackknife(numbers, functools.partial(_values, spec, rows_of))
+        values = {key: _FIGURES[key[1]].bounded(one) for key, one in estimates.items()}
         found = {
             n: replace(row, step_s=values[n, "step_s"], link_bytes=values[n, "link_bytes"])
             for n, row in rows_of(numbers).items()
@@ -188,15 +191,16 @@ def jackknife(
     """Estimate figures from the repetitions `numbers`, each also without one of them.
 
     The interval is Student's, with the jackknife's variances; a quotient's is Fieller's ("Some
-    problems in interval estimation", 1954). One repetition has no interval.
+    problems in interval estimation", 1954). Few repetitions have none.
     """
     values, count = figures(numbers), len(numbers)
     try:
         from scipy.stats import t
     except ImportError as error:
         raise missing_package_error("scipy") from error
-    quantile = float(t.ppf(0.975, count - 1)) if count > 1 else math.nan
-    others = [figures([n for n in numbers if n != out]) for out in numbers if count > 1]
+    enough = count >= MIN_REPETITIONS
+    quantile = float(t.ppf(0.975, count - 1)) if enough else math.nan
+    others = [figures([n for n in numbers if n != out]) for out in numbers if enough]
     return {
         key: _interval(_ratio(value), [_ratio(other[key]) for other in others], quantile)
         for key, value in values.items()
@@ -232,40 +236,48 @@ def headline(findings: Findings) -> str:
     if not findings.comparisons:
         return "No comparison: it needs a policy beside none and a method beside the references."
     one = findings.comparisons[0]
+    if one.outcome == "few":
+        sentence = (
+            f"{_where(one)} there are too few repetitions for an interval, and for the share of "
+            f"recomputation that compression pays for: use --repetitions {MIN_REPETITIONS} or more."
+        )
+        return f"{sentence} {title(one.method)} {freed}." if (freed := _freed(one)) else sentence
     return f"{_cost(one)} {_effect(one)}"
+
+
+def _where(one: ComparisonRow) -> str:
+    return "On a link that is not shaped" if one.rate_mbit is None else f"At {link(one.rate_mbit)}"
 
 
 def _cost(one: ComparisonRow) -> str:
     cost, work = one.values["cost_s"], one.values["work_s"].value
-    where = "On a link that is not shaped" if one.rate_mbit is None else f"At {link(one.rate_mbit)}"
-    what = "recomputation" + f" ({one.policy})" * (one.policy != "block")
+    where, what = _where(one), "recomputation" + f" ({one.policy})" * (one.policy != "block")
     if one.outcome == "busy":
         return (
-            f"{where} the machine is too busy to time {what}: it costs {_ends(cost)} s a step "
+            f"{where} the machine is too busy to time {what}: with it a step is {_ends(cost)} "
             f"(95%), and its own work takes {number(work)} s."
         )
     if one.outcome == "free":
-        return f"{where} {what} does not lengthen the step measurably (95%: {_ends(cost)} s)."
-    single = " in the only repetition, which gives no interval" * (one.outcome == "single")
-    return f"{where} {what} costs {number(cost.value)} s a step{single}."
+        return f"{where} {what} does not lengthen the step measurably (95%: {_ends(cost)})."
+    return f"{where} {what} costs {number(cost.value)} s a step."
 
 
 def _effect(one: ComparisonRow) -> str:
     shorter, share, name = one.values["shorter_s"], one.values["share_paid"], title(one.method)
-    freed = f"{name} {_freed(one)}"
-    changed = f"{'shortens' if shorter.value > 0 else 'lengthens'} the step by"
-    if one.outcome == "single":
-        return f"{freed}{changed} {number(abs(shorter.value))} s. Use --repetitions 2 or more."
+    freed = f"{name} {freed} and " if (freed := _freed(one)) else f"{name} "
     if shorter.low <= 0 <= shorter.high:
-        found = f"{freed}does not change the step measurably (95%: {_ends(shorter)} s)"
+        longer = Estimate(-shorter.value, -shorter.high, -shorter.low)
+        found = f"{freed}does not change the step measurably (95%: {_ends(longer)})"
     else:
+        changed = f"{'shortens' if shorter.value > 0 else 'lengthens'} the step by"
         found = f"{freed}{changed} {number(abs(shorter.value))} s"
     ends = f"(95%: {100 * share.low:.0f} to {100 * share.high:.0f}%)"
     if one.outcome == "share":
         return f"{found}: it pays for {100 * share.value:.0f}% of the recomputation {ends}."
     change = one.values["change_s"]
     together = (
-        f"Both together change the step by {number(change.value)} s (95%: {_ends(change)} s)."
+        f"Both together {'lengthen' if change.value > 0 else 'shorten'} the step by "
+        f"{number(abs(change.value))} s (95%: {_ends(change)})."
     )
     pays = {
         "all": ": it pays for all of the recomputation",
@@ -282,11 +294,15 @@ def _freed(one: ComparisonRow) -> str:
         value, unit, where = one.values["freed_bytes"].value / MB, "MB", "a step and node"
     else:
         value, unit, where = one.values["freed_s"].value, "s", "of the link"
-    return f"{'frees' if value >= 0 else 'takes'} {number(abs(value))} {unit} {where} and "
+    return f"{'frees' if value >= 0 else 'takes'} {number(abs(value))} {unit} {where}"
 
 
-def _ends(one: Estimate) -> str:
-    return f"{number(one.low)} to {number(one.high)}"
+def _ends(longer: Estimate) -> str:
+    """Describe the interval by which a step becomes longer, without a negative time."""
+    low, high = number(abs(longer.low)), number(abs(longer.high))
+    if longer.low < 0 < longer.high:
+        return f"{low} s shorter to {high} s longer"
+    return f"{low} to {high} s longer" if longer.low >= 0 else f"{high} to {low} s shorter"
 
 
 def byte_notes(findings: Findings) -> list[str]:

@@ -30,6 +30,7 @@ from ds_ckpt.lab.report.document import (
     Table,
 )
 from ds_ckpt.lab.workload import DENSE
+from ds_ckpt.telemetry.units import number
 
 REPORT_FORMAT = "ds_ckpt measure 5"
 MAX_SHARE = 2.0
@@ -42,6 +43,10 @@ _NOTE = (
     "node, to other ranks), counted at the collectives. "
     "dense: every gradient sent once; no_comm: no gradient is sent. docs/measuring.md defines the "
     "figures, and lists what they do not show."
+)
+_WHY_DENSE = (
+    "Why none/dense is here: on gloo DeepSpeed's default (stock) sends gradients twice, dense "
+    "sends them once. Recomputation and compression are compared with dense."
 )
 _CAPTION = (
     "Share of recomputation's time that compression saves, with 95% intervals, on paired steps; "
@@ -79,9 +84,10 @@ class Report:
         columns = [one for one in MEASURED if one.name in _SCREEN]
         table = self._table(self.findings.rates[0], columns)
         heads = [head.replace(" activations", "").replace(" ", "\n") for head in table.heads]
-        rows = [[*row, share.get(row[0], "-").replace("none shown", "none")] for row in table.rows]
+        rows = [[*row, share.get(row[0], "-").replace(" shown", "")] for row in table.rows]
         several = self._shares() if len(self.findings.rates) > 1 else []
-        steps = ReportSection("", [*several, Table([*heads, "pays for"], rows)])
+        why = [Paragraph(_WHY_DENSE)] * self.findings.spec.demo
+        steps = ReportSection("", [*several, Table([*heads, "pays for"], rows), *why])
         sections = [steps, *(self._advice(one) for one in first[:1] if one.outcome != "busy")]
         Document(headline(self.findings), self._notes(), sections).print(console)
 
@@ -128,23 +134,24 @@ class Report:
         return [again] * bool(missing) + byte_notes(self.findings)
 
     def _shares(self) -> list[ReportBlock]:
-        """Return a table and a chart of the share that compression pays for, by link rate."""
+        """Return a table and a chart of the share that compression pays for: a column per rate."""
         found = self.findings.comparisons
         if not found:
             return []
-        methods = list(dict.fromkeys(one.method for one in found))
-        rows: dict[str, list[str]] = {}
         several = len({one.policy for one in found}) > 1
         (cost,) = (figure for figure in DERIVED if figure.name == "cost_s")
+        columns: dict[str, dict[str, str]] = {}
         for one in found:
-            name = link(one.rate_mbit) + f", {one.policy}" * several
-            row = rows.setdefault(name, [name, cost.text(one.values[cost.name])])
-            row.append(share_text(one))
-        heads = ["link", "recomputation costs, s"]
-        heads += [f"{title(method)} pays for" for method in methods]
+            column = columns.setdefault(link(one.rate_mbit) + f", {one.policy}" * several, {})
+            value = one.values[cost.name]
+            text = f"at most {number(max(value.high, 0.0))}" if value.low <= 0 else cost.text(value)
+            column["recomputation costs, s"] = text
+            column[f"{title(one.method)} pays for"] = share_text(one)
+        names = dict.fromkeys(name for column in columns.values() for name in column)
+        rows = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
         chart = share_chart(found)
         plots = [Plot("shares", [chart], _CAPTION)] * any(line.points for line in chart.lines)
-        return [Table(heads, list(rows.values())), *plots]
+        return [Table(["", *columns], rows), *plots]
 
     def _table(self, rate: float | None, columns: Sequence[Figure[Row]]) -> Table:
         rows = [
@@ -165,7 +172,10 @@ class Report:
                 [(e.low, e.value, e.high) for e in (row.step_s for row in rows)],
             )
             plot = Plot(f"parts-{place}", [chart], "Parts of a step.")
-            found += [Heading(link(rate)), self._table(rate, MEASURED), plot]
+            times = [one for one in MEASURED if one.unit == "s"]
+            others = [one for one in MEASURED if one not in times]
+            tables = [self._table(rate, columns) for columns in (times, others)]
+            found += [Heading(link(rate)), *tables, plot]
         return found
 
     def _comparisons(self) -> list[ReportBlock]:
@@ -213,7 +223,7 @@ def share_text(one: ComparisonRow) -> str:
         "none": f"none shown {ends}",
         "free": "costs nothing",
         "busy": "machine too busy",
-        "single": "one repetition",
+        "few": "too few repetitions",
     }[one.outcome]
 
 

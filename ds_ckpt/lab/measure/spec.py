@@ -53,6 +53,8 @@ SHAPE: dict[str, int] = {
 }
 """Default shape of the built-in Llama."""
 Where = Literal["emulated", "hostfile", "loopback"]
+MIN_REPETITIONS = 4
+"""Fewest repetitions with an interval; also the fewest of a run that a time limit ends."""
 
 
 @dataclass(frozen=True, order=True)
@@ -124,8 +126,8 @@ class Spec:
     def _is_in_demo(self, one: Configuration) -> bool:
         """Return whether a demo measures a configuration.
 
-        Without checkpointing that is `stock` and `dense`, with it `dense`, the methods, and
-        resident weights beside the first method.
+        Without checkpointing that is `stock`, where the user starts, and `dense`, the reference of
+        the headline. With it that is `dense`, the methods, and resident weights beside the first.
         """
         if one.weights in BASELINES:
             return True

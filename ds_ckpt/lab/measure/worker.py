@@ -24,7 +24,14 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import link_interface, read_sent_bytes
 from ds_ckpt.lab.hosts.heartbeat import Heartbeat, begin
 from ds_ckpt.lab.measure.samples import Memory, Sample, StepTime, Store, Trial, parts
-from ds_ckpt.lab.measure.spec import NO_COMM, SPECS, Configuration, Spec, deepspeed_config
+from ds_ckpt.lab.measure.spec import (
+    MIN_REPETITIONS,
+    NO_COMM,
+    SPECS,
+    Configuration,
+    Spec,
+    deepspeed_config,
+)
 from ds_ckpt.lab.subject import Sizes, find_subject, run_forward
 from ds_ckpt.telemetry import Purpose
 from ds_ckpt.telemetry.memory import activations_tracker
@@ -148,7 +155,8 @@ class Worker:
             for name, _ in trials:
                 self._measure_trial(engines[name], job["rate"], repetition)
             # one that takes as long as this one would end too late
-            is_last = [repetition > 0 and 2 * time.time() - begun_s > job["until"]]
+            enough = repetition + 1 >= MIN_REPETITIONS
+            is_last = [enough and 2 * time.time() - begun_s > job["until"]]
             dist.broadcast_object_list(is_last, src=0)
             if is_last[0]:
                 break
