@@ -2,7 +2,7 @@
 #
 # PYTHON names the Python to make .venv with (default: python3). pip's own settings and
 # environment variables apply as ever. Installs only when pyproject.toml or constraints.txt have
-# changed since the last time.
+# changed since the last time. Its lines have the time left, with after_s seconds for what follows.
 set -euo pipefail
 
 # Hundreds of processes would compile the same Python files.
@@ -10,10 +10,34 @@ unset PYTHONDONTWRITEBYTECODE
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
+make_s=10 torch_s=35 packages_s=60 compile_s=75 # as long as they often take
+left_s=$((make_s + torch_s + packages_s + compile_s + ${after_s:-0}))
 
 fail() {
   printf 'setup: %s\n' "$@" >&2
   exit 1
+}
+
+during() {
+  # during SECONDS TEXT COMMAND...: runs it, and prints a line at once and every 10 s.
+  local often_s=$1 text=$2 begun=$SECONDS running left about mb
+  shift 2
+  left_s=$((left_s - often_s))
+  set -m # a process group of its own, so that all of it can be ended
+  "$@" </dev/null &
+  running=$!
+  set +m
+  trap 'kill -- "-$running" 2>/dev/null; exit 130' INT TERM
+  while kill -0 "$running" 2>/dev/null; do
+    left=$((often_s - SECONDS + begun)) about=about
+    [ "$left" -gt 5 ] || left=5 about='at least'
+    mb=$(du -sm "$venv" 2>/dev/null | cut -f 1) || true
+    printf 'setup: %s, %s MB on disk, %s %s s left in all\n' \
+      "$text" "${mb:-0}" "$about" "$((left_s + left))"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do ! kill -0 "$running" 2>/dev/null || sleep 1; done
+  done
+  trap - INT TERM
+  wait "$running"
 }
 
 digest() {
@@ -32,8 +56,8 @@ make_venv() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments (no venv or ensurepip)." \
       "Install that part of Python (on Debian and Ubuntu: the package python3-venv)."
-  printf 'setup: making %s\n' "$venv"
-  "$python" -m venv --clear "$venv" || fail "python -m venv failed, see above."
+  during "$make_s" "making $venv" "$python" -m venv --clear "$venv" ||
+    fail "python -m venv failed, see above."
 }
 
 check_compiler() {
@@ -49,40 +73,28 @@ check_compiler() {
 }
 
 install_project() {
-  # On a terminal pip shows every download with the time left. Else twice quiet: errors, no warnings
-  # (of running as root, of a newer pip).
-  local quiet=(-qq) constraints=(-c "$root/constraints.txt")
-  [ ! -t 1 ] || quiet=()
-  local pip=("$venv/bin/python" -m pip ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check)
-  pip+=(install --no-compile)
-  printf 'setup 1 of 3: installing torch, a download of 200 MB or more ...\n'
+  # Twice quiet: errors, no warnings (of running as root, of a newer pip). What it downloads is
+  # counted with the environment.
+  local pip=("$venv/bin/python" -m pip -qq --disable-pip-version-check)
+  pip+=(install --no-compile -c "$root/constraints.txt")
+  mkdir -p "$venv/tmp"
   # Alone: most of the download, so that its line says what is going on.
-  "${pip[@]}" "${constraints[@]}" torch || fail "installing torch failed, see above."
-  printf 'setup 2 of 3: installing ds_ckpt and what it needs, about 100 MB ...\n'
-  "${pip[@]}" "${constraints[@]}" -e "$root[hf,mpi,report,dev]" ||
-    fail "installing ds_ckpt failed, see above."
+  TMPDIR="$venv/tmp" during "$torch_s" '1 of 3, installing torch' "${pip[@]}" torch ||
+    fail "installing torch failed, see above."
+  TMPDIR="$venv/tmp" during "$packages_s" '2 of 3, installing ds_ckpt and what it needs' \
+    "${pip[@]}" -e "$root[hf,mpi,report,dev]" || fail "installing ds_ckpt failed, see above."
+  rm -rf "$venv/tmp"
 }
 
-compile_operator() {
-  # Else the first launch does, in silence. It takes about a minute, on two cores.
-  set -m # a process group of its own, so that the compiler can be ended, too
+compile_all() {
+  # Else the first launch compiles the operator, in silence.
   "$venv/bin/python" -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' \
     >"$venv/compile.log" 2>&1 &
-  set +m
-  local compiling=$! begun=$SECONDS left
-  trap 'kill -- "-$compiling" 2>/dev/null; exit 130' INT TERM
-  printf 'setup 3 of 3: compiling Python files, and an operator of DeepSpeed, about 60 s left\n'
   # pip would compile with one core, and all: half of what is left out here is never imported. Python
   # compiles at import what is. What does not compile is for a newer Python.
   local rarely='/(tests?|transformers/models|scipy|matplotlib|fontTools|mypyc?|pip|pygments/lexers|torch/testing)/'
   "$venv/bin/python" -m compileall -qq -j 0 -x "$rarely" "$venv/lib" || true
-  while kill -0 "$compiling" 2>/dev/null; do
-    left=$((60 - SECONDS + begun))
-    printf 'setup 3 of 3: compiling an operator of DeepSpeed, about %s s left\n' "$((left > 5 ? left : 5))"
-    for _ in 1 2 3 4 5 6 7 8 9 10; do ! kill -0 "$compiling" 2>/dev/null || sleep 1; done
-  done
-  trap - INT TERM
-  wait "$compiling" || fail "compiling failed, see $venv/compile.log."
+  wait $!
 }
 
 [ -x "$venv/bin/python" ] || make_venv
@@ -96,7 +108,8 @@ export PATH="$venv/bin:$PATH"
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$(digest)" ]; then
   install_project
-  DS_ACCELERATOR=cpu compile_operator
+  DS_ACCELERATOR=cpu during "$compile_s" "3 of 3, compiling Python files and DeepSpeed's operator" \
+    compile_all || fail "compiling failed, see $venv/compile.log."
   digest >"$stamp"
   printf 'setup: ready\n'
 fi

@@ -1,7 +1,12 @@
 """A run of `ds-ckpt measure`: progress, log, continuation, refused options, the demo's preset."""
 
+import itertools
 import json
+import re
+import shutil
+import subprocess
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +18,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import ds_ckpt
 from ds_ckpt.cli import app
 from ds_ckpt.cli.measure_arguments import model_of, sections_of
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError, Problem, StateError, UnsupportedError
 from ds_ckpt.lab.hosts import emulated
 from ds_ckpt.lab.hosts.launcher import HostError
-from ds_ckpt.lab.measure import trials
+from ds_ckpt.lab.measure import trials, worker
 from ds_ckpt.lab.measure.samples import Memory, Store
 from ds_ckpt.lab.measure.spec import (
     AXES,
@@ -29,7 +35,7 @@ from ds_ckpt.lab.measure.spec import (
     check_spec,
     deepspeed_config,
 )
-from ds_ckpt.lab.measure.worker import build_model, slowest
+from ds_ckpt.lab.measure.worker import Worker, build_model, slowest
 from tests.unit import measure_samples as known
 
 
@@ -105,12 +111,61 @@ def test_progress_is_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> Non
         show({})
     show({"words": "done"})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:2] == ["starting the ranks, about 60 s left", "0 of 40 steps, about 40 s left"]
+    assert lines[:2] == ["starting the ranks, about 73 s left", "0 of 40 steps, about 48 s left"]
     assert lines[2].startswith("4 of 40 steps")
     assert lines[-1] == "done"
     assert len(lines) == 13
-    trials._printer(Console(width=100), 40, until=time.time() + 0.5)
-    assert capsys.readouterr().out == "  starting the ranks, about 0 s left\n"
+    trials._printer(Console(width=100), 40, least=10, until=time.time() + 0.5)
+    assert capsys.readouterr().out == "  starting the ranks, about 37 s left\n"
+
+
+@pytest.mark.parametrize("step_s", [0.5, 1.2, 2.4])
+def test_the_time_left_does_not_jump(step_s: float) -> None:
+    """It comes to the truth from what steps often take; the first ones take twice as long."""
+    took_s = [step_s * (done + min(done, 7)) for done in range(101)]
+    left_s = [trials.seconds_left(done, took_s[done], 100 - done) for done in range(101)]
+    assert left_s[0] == pytest.approx(120)
+    assert left_s[50] == pytest.approx(took_s[100] - took_s[50], rel=0.35)
+    assert max(after - before for before, after in itertools.pairwise(left_s)) < 42
+    for budget_s in (1.0, 20.0):  # it does not end the ten that are needed
+        found = trials.seconds_left(50, took_s[50], 50, needed=10, budget_s=budget_s)
+        assert found == pytest.approx(max(budget_s, left_s[50] / 5))
+
+
+def test_a_time_limit_leaves_four_repetitions(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(worker, "EngineRun", MagicMock())
+    monkeypatch.setattr(worker.dist, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(Worker, "_measure_trial", measured := MagicMock())
+    spec = Spec(repetitions=7, warm_up=0)
+    (job,) = trials.jobs(spec, {("memory", policy) for policy in spec.policies})
+    Worker(spec, MagicMock(folder=tmp_path)).run({**job, "until": 0.0})
+    assert max(call.args[-1] for call in measured.call_args_list) == 3
+
+
+def test_the_set_up_prints_the_time_left_from_its_first_line(tmp_path: Path) -> None:
+    """Stand-ins take the place of Python, of which each part takes 12 s, and of a second."""
+    (scripts := tmp_path / "scripts").mkdir()
+    shutil.copy(Path(ds_ckpt.__file__).parents[1] / "scripts" / "_setup.sh", scripts)
+    for name in ("pyproject.toml", "constraints.txt", "Python.h"):
+        (tmp_path / name).touch()
+    python = r"""case "$*" in *sysconfig*) echo "$HOME" ;; *venv\ --*|*install*|*compileall*)
+      case "$*" in *--clear*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;; esac
+      : >"$HOME/slept"; for ((i = 0; i < 999; i++)); do
+        [ "$(wc -c <"$HOME/slept")" -le 11 ] || break; /bin/sleep 0.01; done ;;
+      *build_shm_op*) exit 1 ;; esac"""
+    for name, text in (("python3", python), ("sleep", 'printf x >>"$HOME/slept"'), ("c++", "")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = f"export HOME={tmp_path} PATH={tmp_path}:/usr/bin:/bin; after_s=100"
+    command = ["bash", "-c", f"{command}; source {scripts}/_setup.sh"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "compiling failed" in done.stderr) == (1, True), done
+    found = re.findall(r"setup: (.{6}).*, about (\d+) s left in all\n", done.stdout)
+    steps, left_s = [step for step, _ in found], [int(seconds) for _, seconds in found]
+    assert len(steps) == done.stdout.count("\n")
+    assert left_s == sorted(left_s, reverse=True)
+    assert (left_s[0], len(set(steps))) == (280, 4)
+    assert min(Counter(steps).values()) > 1, steps
 
 
 @pytest.mark.parametrize("on_hosts", [True, False])
@@ -280,12 +335,6 @@ def test_a_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one, other)
     with pytest.raises(UnsupportedError, match="no_such"):
         model_of("no_such/config.json")
-
-
-def test_a_spec_is_loaded_as_saved(tmp_path: Path) -> None:
-    spec = Spec(rates=(50.0, None), shape={"layers": 2}, weights=("whole",), baselines=("zero1",))
-    spec.save(tmp_path)
-    assert Spec.load(tmp_path) == spec != Spec()
 
 
 def test_records_come_back_and_a_half_written_one_is_measured_again(tmp_path: Path) -> None:

@@ -25,17 +25,17 @@ from ds_ckpt.lab import workload
 from ds_ckpt.lab.hosts.backends import Backend
 from ds_ckpt.lab.hosts.launcher import check_hosts, launch, signals_as_exit
 from ds_ckpt.lab.measure.samples import Store
-from ds_ckpt.lab.measure.spec import SPEC, Spec
+from ds_ckpt.lab.measure.spec import MIN_REPETITIONS, SPEC, Spec
 
 RUNS = "runs.jsonl"
-_START_S, _STEP_S = 20.0, 1.0
-"""First guess of the time of a launch, and of a step."""
+_START_S, _STEP_S, _GUESSED_STEPS = 25.0, 1.2, 8
+"""First guess of a launch's and of a step's time; the latter counts as so many real steps."""
 
 
 def measure(
     spec: Spec, path: Path, backend: Backend, *, console: Console, stall_s: float, budget_s: float
 ) -> None:
-    """Measure what `path` does not have; two repetitions or more, as `budget_s` allows.
+    """Measure what `path` does not have; `MIN_REPETITIONS` or more, as `budget_s` allows.
 
     Raises ConfigError if `path` holds a run of another `spec`, machine or version.
     """
@@ -47,13 +47,15 @@ def measure(
         check_hosts(backend)
         for job in jobs(spec, {sample.key for sample in Store(folder).read()}):
             backend.set_rate(job["rate"])
+            needed = [trial for trial in job["trials"] if trial[1] < MIN_REPETITIONS]
+            steps, least = spec.steps_in(job["trials"]), spec.steps_in(needed)
             launch(
                 backend,
                 "ds_ckpt.lab.measure.worker",
                 {"spec": asdict(spec), **job, "until": until},
                 folder,
                 stall_s=stall_s,
-                on_event=_printer(console, spec.steps_in(job["trials"]), until),
+                on_event=_printer(console, steps, least, until),
             )
 
 
@@ -81,10 +83,24 @@ def jobs(spec: Spec, done: set[tuple[object, ...]]) -> list[dict[str, Any]]:
     return found
 
 
+def seconds_left(
+    taken: int, took_s: float, more: int, *, needed: int = 0, budget_s: float = math.inf
+) -> float:
+    """Estimate the time of `more` steps, after `taken` ones that took `took_s`.
+
+    `budget_s` ends them early, but not before the first `needed`.
+    """
+    step_s = (_GUESSED_STEPS * _STEP_S + took_s) / (_GUESSED_STEPS + taken)
+    return min(more * step_s, max(budget_s, needed * step_s, 0.0))
+
+
 def _printer(
-    console: Console, steps: int, until: float = math.inf
+    console: Console, steps: int, least: int = 0, until: float = math.inf
 ) -> Callable[[dict[str, Any]], None]:
-    """Return a callback that prints an event per tenth of the work, with the time left."""
+    """Return a callback that prints an event per tenth of the work, with the time left.
+
+    The time limit `until` does not end the first `least` of the `steps`.
+    """
     printed, begun_s, before = -1, 0.0, 0
 
     def show(event: dict[str, Any]) -> None:
@@ -93,15 +109,15 @@ def _printer(
         if words and not begun_s:
             begun_s, before = time.time(), done
         if words and (not total or 10 * done // total != printed):
-            step_s = (time.time() - begun_s) / (done - before) if done > before else _STEP_S
             printed = 10 * done // total if total else -1
-            line(words, (total - done) * step_s)
+            line(words, done, total, time.time() - begun_s)
 
-    def line(words: str, left_s: float) -> None:
-        left = f", about {min(left_s, max(0.0, until - time.time())):.0f} s left" * (left_s > 0)
-        console.print(f"  {words}{left}", highlight=False)
+    def line(words: str, done: int, total: int, took_s: float = 0.0, start_s: float = 0.0) -> None:
+        more, taken, budget_s = total - done, max(done - before, 0), until - time.time() - start_s
+        left_s = seconds_left(taken, took_s, more, needed=least - done, budget_s=budget_s) + start_s
+        console.print(f"  {words}" + f", about {left_s:.0f} s left" * (more > 0), highlight=False)
 
-    line("starting the ranks", _START_S + steps * _STEP_S)
+    line("starting the ranks", 0, steps, start_s=_START_S)
     return show
 
 
