@@ -96,7 +96,8 @@ def _check_engine_rules(settings: Any) -> None:
     if schedule and place is None:
         raise ValueError(f"DeepSpeed does not recognize the scheduler {schedule}")
     if schedule:
-        _build(getattr(place, schedule), settings.scheduler_params, optimizer or _AdamW(weights))
+        optimizer = optimizer or _light(torch.optim.AdamW)(weights)
+        _build(getattr(place, schedule), settings.scheduler_params, optimizer)
     if zero.stage == 3 and zero.reduce_scatter:
         if settings.gradient_predivide_factor != 1.0 or settings.prescale_gradients:
             raise ValueError("ZeRO-3 with reduce_scatter does not scale gradients beforehand")
@@ -104,10 +105,10 @@ def _check_engine_rules(settings: Any) -> None:
             raise ValueError("Muon and reduce_scatter cannot be used together")
 
 
-class _AdamW(torch.optim.AdamW):
-    """Skips the decorator that would import torch's compiler, which takes a second."""
-
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+def _light(kind: Any) -> Any:
+    """Return torch's optimizer without the decorator whose import of torch's compiler is slow."""
+    add_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    return type(kind.__name__, (kind,), {"add_param_group": add_group})
 
 
 def _optimizer_of(settings: Any) -> tuple[Any, dict[str, Any]]:
@@ -141,7 +142,7 @@ def _build(kind: Any, params: Any, first: Any) -> Any:
     if kind.__module__.startswith("deepspeed.ops") or any(map(is_auto, (params or {}).values())):
         inspect.signature(kind).bind(first, **params)  # building it would compile an operator
         return None
-    return kind(first, **params)
+    return (_light(kind) if issubclass(kind, torch.optim.Optimizer) else kind)(first, **params)
 
 
 def _cause(config: Any, ranks: int | None, messages: list[str], inside: Keys = ()) -> Keys:
