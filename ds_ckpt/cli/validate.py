@@ -27,6 +27,9 @@ def validate(
         int | None,
         typer.Option("--world", min=1, help="Number of data-parallel ranks. [default: any]"),
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Print the conditions of each accuracy verdict.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check configuration files: print the active features, or problems with their remedies.
@@ -34,7 +37,7 @@ def validate(
     Both the plugin's rules and the installed DeepSpeed's own are applied, without ranks or a
     device. Lines "at start" are conditions that a launch checks. Exit 1 if any file has a problem.
     """
-    results = [check_file(path, ranks) for path in files]
+    results = [check_file(path, ranks, details) for path in files]
     if as_json:
         typer.echo(json.dumps(results, indent=2))
     else:
@@ -44,7 +47,7 @@ def validate(
         raise typer.Exit(1)
 
 
-def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
+def check_file(path: Path, ranks: int | None = None, details: bool = False) -> dict[str, Any]:
     """Return the result of one file, as `--json` prints it."""
     from ds_ckpt.config import load_file, parse
     from ds_ckpt.config.paths import lookup
@@ -74,11 +77,12 @@ def check_file(path: Path, ranks: int | None = None) -> dict[str, Any]:
     if problems:
         by_path = {problem.where: asdict(problem) for problem in problems}
         return result | {"problems": list(by_path.values())}
+    near = verdicts or verdicts_on(config.compression, path, any_warm_up=True)
     found = {
         "summary": config.summary(),
         "conditions": list(conditions(config, raw)),
         "accuracy": [verdict.model_dump(mode="json", by_alias=True) for verdict in verdicts],
-        "accuracy_words": describe_accuracy(config.compression, verdicts),
+        "accuracy_words": describe_accuracy(config.compression, near, details=details),
     }
     return result | {"ok": True, **found}
 

@@ -62,21 +62,21 @@ class VerdictRecord(BaseModel):
     versions: dict[str, str]
     date: str
 
-    def describe(self) -> str:
-        """Describe the verdict and its conditions."""
-        unit = "%" if self.metric == "loss" else " points"
-        found = f"margin {100 * self.margin:g}{unit}"
-        if self.interval is None:
-            found = f"diverged, {found}"
-        else:
+    def describe(self, *, details: bool = False) -> str:
+        """Describe the verdict in less than 100 columns, or with all of its conditions."""
+        unit, found = "%" if self.metric == "loss" else " points", "diverged"
+        if self.interval is not None:
             low, high = (100 * bound for bound in self.interval)
-            found = f"{low:+.2f} to {high:+.2f}{unit}, {found}"
-            if self.verdict == "inconclusive" and self.interval[1] < self.margin:
-                found += ": not worse by it"
+            found = f"{low:+.2f} to {high:+.2f}{unit}"
+        if not details:
+            return f"{self.verdict}, {found}: {self.task.partition(',')[0]}, {self.workers} ranks"
+        found += f", margin {100 * self.margin:g}{unit}"
+        if self.verdict == "inconclusive" and self.interval and self.interval[1] < self.margin:
+            found += ": not worse by it"
         return (
             f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
             f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps, "
-            f"{self.workers} workers"
+            f"{self.workers} ranks"
         )
 
 
@@ -136,14 +136,23 @@ def write_verdicts(path: Path, records: Iterable[VerdictRecord]) -> None:
         unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
-def verdicts_on(compression: CompressionConfig, beside: Path | None = None) -> list[VerdictRecord]:
-    """Return one record of these settings per task, data, model and world; `beside` comes first."""
+def verdicts_on(
+    compression: CompressionConfig, beside: Path | None = None, *, any_warm_up: bool = False
+) -> list[VerdictRecord]:
+    """Return one record of these settings per task, data, model and world; `beside` comes first.
+
+    With `any_warm_up` the records of the nearest `warmup_steps`.
+    """
     records = read_verdicts(beside.parent / FILE_NAME) if beside is not None else []
-    found: dict[tuple[str, str, str, int], VerdictRecord] = {}
+    wanted, steps = decisive(compression), compression.warmup_steps
+    found: dict[int, dict[tuple[str, str, str, int], VerdictRecord]] = {steps: {}}
     for record in [*records, *read_verdicts(SHIPPED)] if compression.method != "none" else ():
-        if _with_defaults(record.settings) == decisive(compression):
-            found.setdefault((record.task, record.data, record.model, record.workers), record)
-    return list(found.values())
+        settings = _with_defaults(record.settings) or {"warmup_steps": steps}
+        if {**settings, "warmup_steps": steps} == wanted:
+            alike = found.setdefault(settings["warmup_steps"], {})
+            alike.setdefault((record.task, record.data, record.model, record.workers), record)
+    others = found.keys() - {steps} if any_warm_up and not found[steps] else ()
+    return list(found[min(others, key=lambda other: abs(other - steps), default=steps)].values())
 
 
 def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -195,11 +204,21 @@ def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]
     return found
 
 
-def describe_accuracy(compression: CompressionConfig, verdicts: list[VerdictRecord]) -> list[str]:
+def describe_accuracy(
+    compression: CompressionConfig, verdicts: list[VerdictRecord], *, details: bool = False
+) -> list[str]:
     """Return one line per verdict, the worst first; none if the settings are lossless."""
     if not compression.lossy:
         return []
     if not verdicts:
         return ["accuracy never validated: ds-ckpt validate-accuracy FILE does it"]
+    steps, other = compression.warmup_steps, verdicts[0].settings.get("warmup_steps")
+    title = f"accuracy validated with warm-up {other}, not {steps}"
+    if steps == other:
+        title = "accuracy against uncompressed training"
+    betas = {verdict.betas for verdict in verdicts}
+    if len(betas) == 1 and (pair := betas.pop()):
+        title += f", betas {pair[0]:g}, {pair[1]:g}"
     worst_first = sorted(verdicts, key=lambda one: -one.interval[1] if one.interval else -math.inf)
-    return ["accuracy against dense, plus is worse:", *(f"  {v.describe()}" for v in worst_first)]
+    lines = (f"  {verdict.describe(details=details)}" for verdict in worst_first)
+    return [f"{title}; plus is worse:", *lines]

@@ -22,7 +22,8 @@ from ds_ckpt.lab import doctor
 from ds_ckpt.lab.hosts.backends import environment, free_port
 
 GOLDEN = Path(__file__).with_name("golden")
-PRESETS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+ROOT = Path(__file__).parents[2]
+PRESETS, EXAMPLE = sorted((ROOT / "ds_configs").glob("*.json")), ROOT / "examples/train.json"
 run = CliRunner().invoke
 
 
@@ -54,11 +55,14 @@ def test_validate_prints_what_is_active_and_its_verdicts() -> None:
         assert result.exit_code == 0
         first, *lines = result.stdout.splitlines()
         verdicts = [line for line in lines if "at start: " not in line]
-        assert first.startswith("OK")
-        assert preset.name in first
+        assert first.startswith(f"OK    {preset}: ")
         lossy = parse(load_file(preset)).compression.lossy
         assert bool(verdicts) == lossy
         assert not lossy or "plus is worse" in verdicts[0]
+        assert max(map(len, verdicts), default=0) <= 100
+    shown = run(app, ["validate", str(EXAMPLE)]).stdout
+    assert "accuracy validated with warm-up 100, not 10; plus is worse:\n        equiv" in shown
+    assert json.loads(run(app, ["validate", "--json", str(EXAMPLE)]).stdout)[0]["accuracy"] == []
 
 
 def test_validate_reports_the_problems_of_all_files(tmp_path: Path) -> None:

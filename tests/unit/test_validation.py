@@ -356,9 +356,9 @@ def test_a_new_verdict_takes_the_old_one_s_place(shipped: Path) -> None:
     assert [(r.workers, r.verdict, r.seeds) for r in found] == [
         (2, "equivalent", 9), (8, "equivalent", 5),
     ]  # fmt: skip
-    assert found[1].describe().endswith("5 seeds of 300 steps, 8 workers")
+    assert found[1].describe(details=True).endswith("5 seeds of 300 steps, 8 ranks")
     open_above, open_below = (
-        record(four, verdict="inconclusive", interval=interval).describe()
+        record(four, verdict="inconclusive", interval=interval).describe(details=True)
         for interval in ((-0.002, 0.006), (-0.006, 0.002))
     )
     assert "not worse" not in open_above
@@ -392,6 +392,6 @@ def test_every_preset_that_compresses_has_a_verdict_on_record(preset: Path) -> N
         assert one.versions["torch"]
     if not (whole.weights.resident or whole.activation.partition):  # which change no bits
         assert preset.stem in {r.preset for r in read_verdicts(module.SHIPPED)}
-    shown = CliRunner().invoke(app, ["validate", str(preset)]).output
+    shown = CliRunner().invoke(app, ["validate", "--details", str(preset)]).output
     assert all(f"{r.verdict} (" in shown and r.model in shown for r in found)
     assert "margin 0.5%" in shown
