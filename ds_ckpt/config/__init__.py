@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_ckpt.config import load
+from ds_ckpt.config import load, rules
 from ds_ckpt.config.models import PluginConfig, json_schema, plugin_model
 from ds_ckpt.config.paths import DEEPSPEEDS, OURS, is_auto, show
 from ds_ckpt.config.read import no_object, read
-from ds_ckpt.config.rules import broken_requirements, conflicts, misspelt, with_compat_keys
 from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.fields import warn
 
@@ -38,25 +37,27 @@ def _filled_in(config: dict[str, Any]) -> dict[str, Any]:
     section = {}
     for part, content in AUTO.items():
         plugin = plugin_model().model_validate({part: content})
-        if problem := next(conflicts(plugin, config), None):
+        if problem := next(rules.conflicts(plugin, config), None):
             warn(f'"auto" has no {part}: {problem.where} is {problem.found}')
         else:
             section[part] = content
     return {**config, "ds_ckpt": section}
 
 
-def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
+def parse(
+    config: Mapping[str, Any], *, source: str = "config", given: Mapping[str, Any] | None = None
+) -> PluginConfig:
     """Return the plugin's part of a DeepSpeed configuration; ConfigError has all problems.
 
     If `activation_checkpointing` is present and no policy is named, the policy is `block`. `source`
-    is the name for the error, usually the file.
+    is the name for the error, usually the file. `given`: see `rules.unfilled`.
     """
     problems: list[Problem] = []
     plugin = None
     if isinstance(config, Mapping):
         config = _filled_in(dict(config))
         ours, theirs = config.get("ds_ckpt"), config.get("activation_checkpointing")
-        problems += misspelt(config)
+        problems += [*rules.misspelt(config), *rules.unfilled(config, given)]
         if theirs is not None and not isinstance(theirs, Mapping):
             problems.append(no_object(DEEPSPEEDS, theirs))
         plugin = read({} if ours is None else ours, plugin_model(), OURS, problems)
@@ -66,9 +67,9 @@ def parse(config: Mapping[str, Any], *, source: str = "config") -> PluginConfig:
         problems.append(Problem("$", show(config), why, remedy))
     if plugin is not None and not problems:
         if theirs is not None:
-            plugin = with_compat_keys(plugin, theirs)
-        problems += broken_requirements(plugin)
-        problems += conflicts(plugin, config)
+            plugin = rules.with_compat_keys(plugin, theirs)
+        problems += rules.broken_requirements(plugin)
+        problems += rules.conflicts(plugin, config)
     if plugin is None or problems:
         problems = list({p.where: p for p in reversed(problems)}.values())[::-1]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

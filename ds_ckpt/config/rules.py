@@ -1,7 +1,7 @@
 """Rules across keys: markers on fields, conflicts with DeepSpeed's settings.
 
-DeepSpeed's own values may be "auto" (Hugging Face fills them in later) and then pass, except the
-ZeRO stage.
+DeepSpeed's own values may be "auto", because Hugging Face fills them in later. Exceptions are the
+ZeRO stage and keys that nothing fills in.
 """
 
 import json
@@ -167,7 +167,8 @@ _ACTIVATION: _Rows = {
     _HPZ: (_SEVERAL, "recomputation would read weights that hpZ quantized a second time"),
 }
 _ALL: _Rows = {
-    "compile.deepcompile": (_ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt")
+    "compile.deepcompile": (_ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt"),
+    "pipeline": (bool, "it is for a PipelineModule, whose engine ds_ckpt refuses"),
 }
 _BOUNDARY: _Rows = {"managed_gradient_accumulation": (_OFF, "the last micro-step is then unknown")}
 CONFLICTS = (
@@ -250,6 +251,44 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(join("$", str(key)), show(value), why, f'rename it to "{section}"')
 
 
+FILLED = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
+    "optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
+    "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
+    "scheduler.params.warmup_num_steps scheduler.params.total_num_steps"
+)
+"""Keys that Hugging Face fills in, and whose "auto" DeepSpeed would compute with."""
+NEVER_FILLED = (
+    "steps_per_print gradient_predivide_factor gradient_allreduce_op communication_data_type "
+    "seq_parallel_communication_data_type wall_clock_breakdown flops_profiler.enabled log_level "
+    "torch_autocast.dtype data_types.grad_accum_dtype data_types.param_dtype vocabulary_size "
+    "checkpoint.tag_validation tensor_parallel.autotp_size"
+)
+_FILL = "write a number, or train with the HF Trainer or accelerate, which fill it in"
+
+
+def _autos(config: Mapping[str, Any], keys: str) -> list[str]:
+    return [f"$.{key}" for key in keys.split() if is_auto(lookup(config, key.split(".")))]
+
+
+def unfilled(config: Mapping[str, Any], given: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Yield each "auto" with which DeepSpeed fails; it takes any other for its default.
+
+    `given`: arguments of `deepspeed.initialize`; None: before a start, Hugging Face may fill it in.
+    """
+    why = "DeepSpeed fails on it, and nothing "
+    for path in _autos(config, NEVER_FILLED):
+        yield Problem(path, '"auto"', f"{why}fills it in", "write a value, or remove it")
+    if given is None:
+        return
+    passed = {name for name in ("optimizer", "lr_scheduler") if given.get(name) is not None}
+    unread = tuple(f"$.{name.removeprefix('lr_')}." for name in passed)
+    if "optimizer" not in passed | config.keys():  # inference
+        unread = (*unread, "$.gradient_clipping")
+    if paths := [path for path in _autos(config, FILLED) if not path.startswith(unread)]:
+        yield Problem(", ".join(paths), '"auto"', f"{why}has filled it in", _FILL)
+
+
 _NARROW = 512
 """Condition only from this width on: smaller matrices are a small part of a model."""
 _UNSAVED = "with one rank per node square matrices of {0} x {0} entries or less stay uncompressed"
@@ -267,7 +306,9 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     needs = "needs a tensor-parallel group (an mpu)"
     nodes = "on several nodes needs"
     two_levels, compresses = compression.exchange.levels == 2, compression.method != "none"
-    theirs, nvme, auto = json.dumps({**config, "ds_ckpt": None}), '"nvme"', '"auto"'
+    theirs, nvme, autos = json.dumps({**config, "ds_ckpt": None}), '"nvme"', _autos(config, FILLED)
+    more = f" and {len(autos) - 1} more" if autos[1:] else ""
+    others, elsewhere = theirs.count('"auto"') > len(autos), " elsewhere" if autos else ""
     attaches, floats = plugin.active or plugin.telemetry.enabled, precision(config)
     kind = str(lookup(config, ("optimizer", "type"))).lower()
     compiled = kind in _COMPILED and not lookup(config, ("optimizer", "params", "torch_adam"))
@@ -278,7 +319,6 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     rounds = rounds and compression.error_feedback.dtype == "auto"
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
-        (attaches and config.get("pipeline"), "$.pipeline", "a PipelineModule's engine is refused"),
         (attaches, OURS, "all ranks attach, to engines with ZeRO's optimizer and no pipeline"),
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
         (activation.planned, f"{OURS}.activation", "the first batch decides if a plan fits"),
@@ -297,7 +337,8 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
         *((True, f"$.{key}.enabled", "its package must be installed") for key in monitors),
         (_SEVERAL(config.get("train_batch_size")), "$.train_batch_size", "the ranks divide it"),
         (nvme in theirs, nvme, "needs DeepSpeed's operator async_io on every node (ds_report)"),
-        (auto in theirs, auto, "the HF Trainer fills it in"),
+        (autos, "".join(autos[:1]) + more, f'"auto": {_FILL}'),
+        (others, f'"auto"{elsewhere}', "DeepSpeed's default, if Hugging Face does not fill it in"),
     ):
         if holds:
             yield f"{path}: {words}"

@@ -64,7 +64,8 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
         remedy = "use ds_ckpt.session_of(engine), or detach() it first"
         found = "an engine that already has a session"
         raise UnsupportedError(Problem("ds_ckpt.attach(engine)", found, why, remedy))
-    return _attach(engine, parse(configuration(engine)), mpu)
+    given = {"optimizer": engine.client_optimizer, "lr_scheduler": engine.client_lr_scheduler}
+    return _attach(engine, parse(configuration(engine), given=given), mpu)
 
 
 def _attach(engine: Any, config: PluginConfig, mpu: Any = None) -> Session:
@@ -129,7 +130,7 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     environment.clear_stale_locks()
     raw = _with_section(bound.arguments)
     # errors come before ranks connect and memory is allocated
-    config = None if raw is None else parse(raw)
+    config = None if raw is None else parse(raw, given=bound.arguments)
     is_silent = is_exec or os.environ.get("LOCAL_RANK", "0") != "0"
     with contextlib.nullcontext() if is_silent else environment.reported_compiling():
         result = stock(*bound.args, **bound.kwargs)

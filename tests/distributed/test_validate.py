@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.cli.validate import check_file
+from ds_ckpt.config import rules
 from tests.distributed import models
 from tests.distributed.pool import fresh
 from tests.distributed.training import trained
@@ -71,13 +72,34 @@ def test_validate_and_start_agree(world2: Any) -> None:
             assert not refused, keys
             assert expected[2:] in announced, (keys, announced)
             assert error, keys
-            assert "ds_ckpt" not in expected or expected[2:] in error, keys
+            named = "ds_ckpt" in expected or '"auto"' in keys
+            assert not named or expected[2:] in error, keys
         else:
             assert refused == [full(expected)], keys
             assert error, keys
 
 
-def pasted_without_group() -> dict[str, Any]:
+def trained_with_auto(keys: list[str]) -> list[str]:
+    """Return the keys with whose "auto" DeepSpeed alone trains."""
+    written = 'optimizer={"type":"AdamW","params":{"torch_adam":true}} train_batch_size=4 '
+    written += 'scheduler={"type":"WarmupDecayLR","params":{"total_num_steps":9}}'
+    found = []
+    for key in keys:
+        fresh()
+        with contextlib.suppress(Exception):
+            engine = models.start("plain", config_of(f'{written} {key}="auto"'), plugin=False)
+            models.train(engine, "plain", 1)
+            found.append(key)
+    return found
+
+
+def test_deepspeed_fails_on_each_auto_that_a_start_refuses(world2: Any) -> None:
+    keys = [*rules.FILLED.split(), *rules.NEVER_FILLED.split()]
+    others = ["bf16.enabled", "z.reduce_bucket_size", "scheduler.params.warmup_type"]
+    assert world2.run(trained_with_auto, [*keys, *others], timeout=240)[0] == others
+
+
+def pasted_without_group() -> tuple[list[float], str, Any]:
     """Train with `partition_activations` on ranks that are data-parallel alone."""
     fresh()
     section = {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}
@@ -85,15 +107,14 @@ def pasted_without_group() -> dict[str, Any]:
     session = ds_ckpt.session_of(engine)
     assert session is not None
     losses = models.train(engine, "llama", 2)
-    found = {"losses": losses, "summary": session.summary, "partition": session.partition}
     engine.destroy()
-    return found
+    return losses, session.summary, session.partition
 
 
 def test_a_pasted_section_trains_without_a_tensor_parallel_group(world2: Any) -> None:
     plain = world2.run(trained, "llama", {}, 2)
-    for stock, ours in zip(plain, world2.run(pasted_without_group), strict=True):
-        assert ours["losses"] == stock.losses
-        assert ours["partition"] is None
-        assert "host memory" in ours["summary"]
-        assert "split" not in ours["summary"]
+    for stock, found in zip(plain, world2.run(pasted_without_group), strict=True):
+        losses, summary, partition = found
+        assert (losses, partition) == (stock.losses, None)
+        assert "host memory" in summary
+        assert "split" not in summary

@@ -18,6 +18,7 @@ import ds_ckpt
 from ds_ckpt.cli import app
 from ds_ckpt.cli.validate import REPLACEMENTS, check_file
 from ds_ckpt.config import parse
+from ds_ckpt.errors import ConfigError
 from tests.unit.test_config_problems import GOLDEN, config_of, full, problems, read_row, short
 from tests.unit.test_config_problems import ROWS as OURS
 
@@ -83,27 +84,35 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     keys = (
         'train_micro_batch_size_per_gpu="auto" d.partition_activations=true w.resident=true '
         "w.deltas=lossless c.method=powersgd c.powersgd.rank=1000 c.exchange.levels=2 "
-        'a.policy=block a.modules=["B"] pipeline.stages=2'
+        'a.policy=block a.modules=["B"]'
     )
     found = [line.partition(": ")[0] for line in answer(tmp_path, config_of(keys))["conditions"]]
-    assert found == [
-        "$.pipeline",
-        "$.ds_ckpt",
-        "$.ds_ckpt.activation",
-        "$.activation_checkpointing.partition_activations",
-        "$.ds_ckpt.compression",
-        "$.ds_ckpt.compression.error_feedback.dtype",
-        "$.ds_ckpt.compression.powersgd.rank",
-        "$.ds_ckpt.compression.exchange.levels",
-        "$.ds_ckpt.weights.resident",
-        "$.ds_ckpt.weights.deltas",
-        "$.optimizer",
-        '"auto"',
-    ]
+    expected = "ds_ckpt ds_ckpt.activation d.partition_activations ds_ckpt.compression "
+    expected += "c.error_feedback.dtype c.powersgd.rank c.exchange.levels w.resident w.deltas "
+    expected += "optimizer train_micro_batch_size_per_gpu"
+    assert found == [full(path) for path in expected.split()]
     keys = "train_micro_batch_size_per_gpu=1 z.offload_param.device=nvme optimizer.type=Adam"
     assert "ds_report" in answer(tmp_path, config_of(keys))["conditions"][0]
     plain = {"optimizer": {"type": "SGD"}, "train_micro_batch_size_per_gpu": 1}
     assert answer(tmp_path, plain)["conditions"] == []
+
+
+def test_a_start_names_every_auto_that_nothing_has_filled_in(tmp_path: Path) -> None:
+    config = config_of(
+        'a.policy=block train_batch_size="auto" optimizer={"type":"Adam","params":{"lr":"auto"}} '
+        'scheduler.params.warmup_max_lr="auto" gradient_clipping="auto" bf16.enabled="auto"'
+    )
+    always = "$.train_batch_size, $.gradient_clipping"
+    every = f"{always}, $.optimizer.params.lr, $.scheduler.params.warmup_max_lr"
+    for given, where in (({"optimizer": 1, "lr_scheduler": 1}, always), ({}, every)):
+        with pytest.raises(ConfigError) as caught:
+            ds_ckpt.initialize(config=config, **given)
+        (one,) = caught.value.problems
+        assert one.where == where
+    first, second = answer(tmp_path, config)["conditions"][-2:]
+    assert first == f"$.train_batch_size and 3 more: {one.found}: {one.remedy}"
+    assert second.startswith('"auto" elsewhere: DeepSpeed\'s default')
+    parse({"gradient_clipping": "auto"}, given={})  # inference: nothing is clipped
 
 
 def test_each_refusal_is_a_rule_or_announced(tmp_path: Path) -> None:
