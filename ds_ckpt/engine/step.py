@@ -54,7 +54,7 @@ class StepState:
 
     def __post_init__(self) -> None:
         self._nonfinite_before = 0
-        self.latest_mode: ReductionMode = self.mode()
+        self.latest_mode: ReductionMode = "deepspeed"
         self._metric_start: int | None = self.warmup_steps
         """Step at which the metric is measured first; None: the next one."""
         self._expects_more = False
