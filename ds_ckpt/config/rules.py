@@ -167,8 +167,7 @@ _ACTIVATION: _Rows = {
     _HPZ: (_SEVERAL, "recomputation would read weights that hpZ quantized a second time"),
 }
 _ALL: _Rows = {
-    "compile.deepcompile": (_ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt"),
-    "pipeline": (bool, "it is for a PipelineModule, whose engine ds_ckpt refuses"),
+    "compile.deepcompile": (_ON, "DeepCompile gathers and reduces past the hooks of ds_ckpt")
 }
 _BOUNDARY: _Rows = {"managed_gradient_accumulation": (_OFF, "the last micro-step is then unknown")}
 CONFLICTS = (
@@ -319,6 +318,7 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     rounds = rounds and compression.error_feedback.dtype == "auto"
     lossless = weights.deltas == "lossless" and precision(config) is None
     for holds, path, words in (
+        (attaches and config.get("pipeline"), "$.pipeline", "a PipelineModule's engine is refused"),
         (attaches, OURS, "all ranks attach, to engines with ZeRO's optimizer and no pipeline"),
         (activation.active, f"{OURS}.activation", "blocks and parts are looked up in the model"),
         (activation.planned, f"{OURS}.activation", "the first batch decides if a plan fits"),

@@ -84,10 +84,10 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     keys = (
         'train_micro_batch_size_per_gpu="auto" d.partition_activations=true w.resident=true '
         "w.deltas=lossless c.method=powersgd c.powersgd.rank=1000 c.exchange.levels=2 "
-        'a.policy=block a.modules=["B"]'
+        'a.policy=block a.modules=["B"] pipeline.stages=2'
     )
     found = [line.partition(": ")[0] for line in answer(tmp_path, config_of(keys))["conditions"]]
-    expected = "ds_ckpt ds_ckpt.activation d.partition_activations ds_ckpt.compression "
+    expected = "pipeline ds_ckpt ds_ckpt.activation d.partition_activations ds_ckpt.compression "
     expected += "c.error_feedback.dtype c.powersgd.rank c.exchange.levels w.resident w.deltas "
     expected += "optimizer train_micro_batch_size_per_gpu"
     assert found == [full(path) for path in expected.split()]
