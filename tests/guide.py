@@ -15,8 +15,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "add_a_compressor.md"
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    return str(found)
+    found = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    return "\n\n".join(found)
 
 
 def section() -> dict[str, Any]:
@@ -26,11 +26,12 @@ def section() -> dict[str, Any]:
 
 @contextmanager
 def registered() -> Iterator[type[Method]]:
-    """Register the page's class while the context lasts."""
+    """Register the page's classes while the context lasts; the first one is returned."""
     module = sys.modules["my_signs"] = ModuleType("my_signs")
     try:
         exec(compile(block("python"), str(PAGE), "exec"), module.__dict__)
         yield module.Sign
     finally:
         unregister("sign")
+        unregister("vote")
         del sys.modules["my_signs"]

@@ -85,6 +85,13 @@ class Codec(Compressor):
     def unpack_add_rows(self, payloads: Tensor, into: Tensor, scale: float = 1.0) -> None:
         """Add `decoded * scale` of each payload [rows, bytes] to `into` (fp32 [n]) in place."""
 
+    def reduce_rows(self, payloads: Tensor, own: Tensor, scale: float) -> None:
+        """Add the payloads of all other ranks to the owner's part, `own`, in place.
+
+        A codec may replace this sum. `own` is times `scale`, the loss scale, and so is the result.
+        """
+        self.unpack_add_rows(payloads, own, scale)
+
     def sent_bytes(self, shape: torch.Size, world: int, local: int = 1) -> int:
         """Return the size of the whole tensor's payload."""
         return self.packed_bytes(shape.numel())

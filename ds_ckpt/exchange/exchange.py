@@ -3,7 +3,7 @@
     1. add residual   pending = residual + gradient / (world * loss_scale)
     2. pack           for each other rank the shard that it owns; the rest is the new residual
     3. exchange       one all-to-all
-    4. unpack         own shard = sum of what arrived; the own part is never sent, and is exact
+    4. unpack         own shard += what arrived (the codec's `reduce_rows`); it is never sent
     5. commit         with the step (`engine.step`)
 
 It replaces DeepSpeed's `reduce_scatter_coalesced`. It returns this rank's unpadded chunk of each
@@ -421,16 +421,16 @@ class AllToAllExchange:
             if item.pending is None:
                 sums.append(self._sum_uncompressed(item).to(item.dtype))
                 continue
-            total = item.own.add_(start)
+            total = item.own
             if item.codec is None:
                 assert low is not None
                 total.add_(low.delivered(item.name), alpha=loss_scale)
             elif len(item.arriving):
                 into = total if item.weights is None else torch.zeros_like(total)
-                item.codec.unpack_add_rows(item.arriving, into, loss_scale)
+                item.codec.reduce_rows(item.arriving, into, loss_scale)
                 if item.weights is not None:
                     total.add_(into.mul_(item.weights[item.layout.shard(self._me)]))
-            sums.append(total.to(item.dtype))
+            sums.append(total.add_(start).to(item.dtype))
         return sums
 
     def _sum_uncompressed(self, item: Item) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import Field
 from test_exchange import Case, check_law_3
+from virtual import World, assemble
 
 from ds_ckpt.compression import (
     Codec,
@@ -109,6 +110,25 @@ def test_register_refuses_unusable_methods(name: str) -> None:
     with pytest.raises(ValueError, match=word):
         register(type("Unusable", bases, body))
     assert name == "topk" or name not in methods()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.usefixtures("sign")
+def test_a_method_may_take_a_majority_vote(world: int) -> None:
+    """Its residuals are those of the payloads, and no vote hides a NaN."""
+    case, left = Case(world, [(50, 6)], torch.float32, 0), []
+    gradients, found = case.gradients(), torch.empty(0)
+    for name in ("sign", "vote"):
+        codec = methods()[name]().build()
+        one = World(world, lambda *_, codec=codec: codec)
+        found = assemble(one.reduce(case.names, gradients, 8.0), 0)
+        one.commit()
+        left.append(one.residual_sum("p0", 300))
+    votes = sum(gradient.sign() for (gradient,) in gradients)
+    assert found.equal(8.0 * votes.sign().flatten())
+    assert left[0].equal(left[1])
+    gradients[0][0][0, 0] = torch.nan
+    assert assemble(one.reduce(case.names, gradients, 8.0), 0).isnan().all()
 
 
 BROKEN: dict[str, dict[str, Any]] = {
