@@ -20,8 +20,10 @@ from ds_ckpt.exchange.method_rules import ExchangeSettings, MethodSettings, embe
 from ds_ckpt.exchange.state import ResidualFiles
 from ds_ckpt.exchange.transport import InHostSum, TorchTransport, gather_objects
 from ds_ckpt.patch import Patches
+from ds_ckpt.telemetry import Counters, Purpose
 from ds_ckpt.telemetry.memory import measure_non_torch_bytes
 from ds_ckpt.telemetry.steps import ExchangeSample
+from ds_ckpt.telemetry.units import MB, number
 from ds_ckpt.zero3 import parameters
 from ds_ckpt.zero3.compatibility import ends_step
 from ds_ckpt.zero3.momentum import correct_momentum, parameter_groups, why_not_corrected
@@ -177,6 +179,31 @@ class Gradients:
         if self._settings.momentum_correction and why:
             facts.append(f"no momentum correction: {why}")
         return facts
+
+
+class SentBytes:
+    """Counts the gradient bytes that this rank sends, by mode of the step."""
+
+    def __init__(self, counters: Counters, gradients: Gradients) -> None:
+        self._counters, self._gradients = counters, gradients
+        self._seen = counters.bytes_sent[Purpose.REDUCE]
+        self._bytes, self._steps = Counter[str](), Counter[str]()
+
+    def step_ended(self, step: int) -> None:
+        """Count a step."""
+        mode, before = self._gradients.step.latest_mode, self._seen
+        self._seen = self._counters.bytes_sent[Purpose.REDUCE]
+        self._bytes[mode] += self._seen - before
+        self._steps[mode] += 1
+
+    def describe(self) -> str:
+        """Return the mean of a step by mode; without a step to compare with, a computed one."""
+        mean = {mode: self._bytes[mode] / n / MB for mode, n in sorted(self._steps.items())}
+        facts = [f"{m} {number(mb)} MB (steps: {self._steps[m]})" for m, mb in mean.items()]
+        if [*mean] == ["compressed"]:
+            without = mean["compressed"] + self._gradients.sample().saved_bytes / MB
+            facts.append(f"uncompressed {number(without)} MB (computed)")
+        return f"gradients sent per rank and step: {', '.join(facts) or 'none yet'}"
 
 
 def _transport(group: Any) -> TorchTransport:

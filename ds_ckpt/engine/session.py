@@ -17,13 +17,13 @@ from ds_ckpt.activation import CheckpointedBlocks
 from ds_ckpt.activation.inputs import CheckpointedInputs, build_inputs
 from ds_ckpt.activation.planning.budget import ActivationPlan
 from ds_ckpt.activation.planning.fake import Forward
+from ds_ckpt.activation.planning.trace import describe_kept
 from ds_ckpt.activation.policies import Unit, make_units
 from ds_ckpt.config import PluginConfig
 from ds_ckpt.config.activation import activation_policy
 from ds_ckpt.deprecation import FormerAttribute
 from ds_ckpt.engine.first_batch import NCCL_BUFFERS, FirstBatchPlanning
-from ds_ckpt.engine.gradients import Gradients, residual_files
-from ds_ckpt.engine.report import GradientBytes, describe_activations
+from ds_ckpt.engine.gradients import Gradients, SentBytes, residual_files
 from ds_ckpt.engine.resident_weights import ResidentWeights, make_resident
 from ds_ckpt.engine.step import NoCommunication
 from ds_ckpt.engine.tensor_parallel import TensorParallelGroup, find_group
@@ -70,7 +70,7 @@ class Session:
         self._planning: FirstBatchPlanning | None = None
         self._is_offload_checked = False
         self._steps: StepLog | None = None
-        self._sent: GradientBytes | None = None
+        self._sent: SentBytes | None = None
         self._patches = Patches()
         self._detach = ExitStack()
         """Detaches each part, the last one first; all of them, even if one raises."""
@@ -133,7 +133,7 @@ class Session:
             step = self.exchange.step
             verify = self.exchange.dense() if changed else None
             self.exchange.correct_momentum(self._patches)
-            self._sent = GradientBytes(self.counters, self.exchange)
+            self._sent = SentBytes(self.counters, self.exchange)
             self._after_step += [self.exchange.sampler.step_ended, self._sent.step_ended]
         names = parameters.names_by_id(parameters.exchanged(engine))
         gradient = GradientHook(engine.optimizer, names, step, self.counters, verify=verify)
@@ -267,14 +267,12 @@ class Session:
     def report(self, *args: Any, **kwargs: Any) -> str:
         """Return lines on activations, gradient bytes and autotune, with the plugin and without.
 
-        The arguments are a batch, as for the engine: its activations are computed, without memory,
-        in seconds. Gradient bytes are those that this rank has sent since attach.
+        The arguments are a batch, whose activations are computed, without memory, in seconds.
         """
         facts = [self._sent.describe()] if self._sent else []
         if self._blocks is not None:
             forward = Forward(self.engine.module, args, kwargs, torch.device(self.engine.device))
-            units = self._blocks.units
-            facts.insert(0, describe_activations(forward, units, self.config.activation))
+            facts.insert(0, describe_kept(forward, self._blocks.units, self.config.activation))
         for part in (self.exchange and self.exchange.step, self._resident):
             facts += [part.tuner.describe()] if part and part.tuner else []
         return "\n".join(f"ds_ckpt: {fact}" for fact in facts)

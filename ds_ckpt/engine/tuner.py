@@ -101,7 +101,7 @@ class Tuner:
         is_significant = not gap_s <= MIN_Z * math.sqrt(variances[best] + variances[-1])
         is_decisive = not gap_s < (DECISIVE_RATIO - 1.0) * min(medians_s[best], medians_s[-1])
         times = [f"{n} {1e3 * s:.1f}" for n, s in zip(self.candidates, medians_s, strict=True)]
-        doubt = "" if is_significant else "; no significant difference"
+        doubt = "; no significant difference" * (not is_significant)
         self._times_in_words = f"ms per step: {', '.join(times)}{doubt}"
         self._cycles, self._steps = self._cycles + 1, 0
         if self._cycles < (MAX_CYCLES if not is_significant else 1 if is_decisive else 2):

@@ -26,6 +26,7 @@ from ds_ckpt.activation.planning.costs import Rates, flops_of, launches, moved_b
 from ds_ckpt.activation.planning.fake import Forward, fake_run
 from ds_ckpt.activation.policies import Unit
 from ds_ckpt.activation.selective import is_view, writes_to
+from ds_ckpt.errors import UnsupportedError
 from ds_ckpt.patch import patched
 from ds_ckpt.telemetry.memory import (
     MemoryTracker,
@@ -35,6 +36,7 @@ from ds_ckpt.telemetry.memory import (
     Storage,
     tensors_in,
 )
+from ds_ckpt.telemetry.units import size
 
 Phase = Literal["forward", "recompute", "backward"]
 NO_STORAGE = -1
@@ -352,6 +354,18 @@ def trace_fake_step(
             for unit in units
         ]
         return StepTrace(copy).run(lambda: copy(*fake_args, **fake_kwargs), on_copy, inputs)
+
+
+def describe_kept(forward: Forward, units: Sequence[Unit], inputs: CheckpointedInputsConfig) -> str:
+    """Return the bytes that a forward keeps for backward, with a policy's units and without."""
+    try:
+        ours, none = trace_fake_step(forward, units, inputs), trace_fake_step(forward, ())
+    except UnsupportedError as error:
+        return f"activations: not computed, {error.problems[0].found}"
+    words = f" ({size(ours.offloaded_bytes)} in host memory)" if ours.offloaded_bytes else ""
+    words += ", before they are split between ranks" if inputs.partition else ""
+    kept, without = size(ours.saved.bytes), size(none.saved.bytes)
+    return f"activations kept per rank: {kept}{words}; {without} without the policy (computed)"
 
 
 @contextmanager
