@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 DEMO_OPTIONS: dict[str, Any] = {
     "methods": "3bit,topk,powersgd",
     "weights": "whole",
-    "repetitions": 7,
     "steps": 1,
     "shape": "hidden_size=192,layers=4,intermediate_size=512,heads=6",
 }
@@ -146,7 +145,7 @@ def measure(
         bf16=bf16,
         model=arguments.model_of(model),
         shape=arguments.shape_of(shape),
-        repetitions=preset.get("repetitions", repetitions),
+        repetitions=repetitions,
         steps=preset.get("steps", steps),
         warm_up=1 if demo else Spec.warm_up,
         demo=demo,
