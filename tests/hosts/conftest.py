@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def processes(host: Host) -> list[psutil.Process]:
             if not dead and not other and namespace(process.pid) == own:
                 found.append(process)
     return found
+
+
+def are_idle(hosts: EmulatedHosts, limit_s: float = 15.0) -> bool:
+    """Return whether no process is left; one that was killed takes a moment to end."""
+    limit = time.monotonic() + limit_s
+    while (left := any(map(processes, hosts.hosts))) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return not left
 
 
 def trials(folder: Path) -> list[Trial]:

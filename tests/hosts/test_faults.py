@@ -20,7 +20,7 @@ from ds_ckpt.lab.hosts.launcher import HostError, check_hosts
 from ds_ckpt.lab.measure.samples import Store
 from ds_ckpt.lab.measure.spec import Spec
 from ds_ckpt.lab.measure.trials import measure
-from tests.hosts.conftest import processes
+from tests.hosts.conftest import are_idle
 from tests.hosts.test_emulated import system_state
 
 STALL_S = 60.0
@@ -129,4 +129,4 @@ def test_a_host_that_vanishes_in_mid_run(leaves_nothing, tmp_path: Path) -> None
     assert ("the node has ended" in output) == (not hosts.pdsh)
     assert "fix: check the machine and its link" in output
     assert "continues the run" in output
-    assert not any(processes(host) for host in hosts.hosts)
+    assert are_idle(hosts)

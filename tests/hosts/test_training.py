@@ -17,7 +17,7 @@ from ds_ckpt.lab.hosts.emulated import namespace
 from ds_ckpt.lab.hosts.launcher import LaunchError, remove_shared_buffers, supervise
 from tests.distributed import exec_train
 from tests.distributed.test_exec import BLOCK, HF, LAYER, launch, results
-from tests.hosts.conftest import COMMAND, LARGER, far_bytes, processes, trials
+from tests.hosts.conftest import COMMAND, LARGER, are_idle, far_bytes, trials
 
 SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 4
@@ -78,7 +78,7 @@ def test_two_hosts_train_as_one_machine_does_and_send_less(hosts, tmp_path, requ
     backend = request.getfixturevalue(hosts)
     alone = _train(Loopback(2), tmp_path / "alone")
     both = _train(backend, tmp_path / "both")
-    assert not any(processes(host) for host in backend.hosts)
+    assert are_idle(backend)
     for process, same in zip(both, alone, strict=True):
         baseline, plugin = process["stock"], process["plugin"]
         assert len(baseline["losses"]) == len(plugin["losses"]) == STEPS + 1
@@ -176,5 +176,5 @@ def test_a_hostfile_of_machines(slots, pdsh_hosts, tmp_path, monkeypatch) -> Non
         assert far_bytes(trial) == pytest.approx(max(trial.interface_bytes), rel=0.03), trial.key
     data = json.loads((folder / "report.json").read_text())
     assert data["spec"]["where"] == "hostfile"
-    assert not any(processes(host) for host in pdsh_hosts.hosts)
+    assert are_idle(pdsh_hosts)
     assert all(namespace(host.pid) for host in pdsh_hosts.hosts)
