@@ -139,16 +139,15 @@ def _initialize(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return result  # another library's wrapper has called ours already
     raw = configuration(engine)
     config = config or parse(raw)
-    if not (config.active or config.telemetry.enabled):
-        if has_optimizer(engine):
-            end_earlier_sessions(engine)
-        has_section = raw.get("ds_ckpt") is not None
-        why = f"the ds_ckpt section {'switches nothing on' if has_section else 'is missing'}"
-    elif has_optimizer(engine):
+    if not has_optimizer(engine):
+        why = "this engine has no optimizer (inference)"
+    elif config.active or config.telemetry.enabled:
         _attach(engine, config)
         return result
     else:
-        why = "this engine has no optimizer (inference)"
+        end_earlier_sessions(engine)
+        has_section = raw.get("ds_ckpt") is not None
+        why = f"the ds_ckpt section {'switches nothing on' if has_section else 'is missing'}"
     _require_same_settings("")
     if dist.get_rank() == 0:
         ensure_log_handler()

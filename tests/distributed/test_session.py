@@ -185,10 +185,11 @@ def test_a_section_without_effect_is_said_by_one_rank() -> None:
     assert said == [line] * (dist.get_rank() == 0)
 
 
+@pytest.mark.parametrize("section", [BLOCK, {}])
 @ranks(2)
-def test_an_engine_for_evaluation_alone_is_left_to_deepspeed() -> None:
-    """An engine without an optimizer, as transformers builds it."""
-    config = models.zero3_config(**BLOCK)
+def test_an_engine_for_evaluation_alone_is_left_to_deepspeed(section: dict[str, Any]) -> None:
+    """An engine without an optimizer, as transformers builds it; Lightning's has no section."""
+    config = models.zero3_config(**section)
     del config["optimizer"]
     ds_ckpt.install()
     try:
