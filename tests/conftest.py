@@ -6,6 +6,7 @@ rows; `./scripts/test.sh --slow` runs everything.
 
 import contextlib
 import ctypes
+import importlib
 import os
 import sys
 
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI") == "true":  # there every package is installed
+        pytest.importorskip = lambda name, **_: importlib.import_module(name)
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("thorough" if config.getoption("--slow") else "quick")
     # Processes whose parent has ended become children of this one instead of init's, so that

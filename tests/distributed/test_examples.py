@@ -54,7 +54,7 @@ def test_a_plain_script(tmp_path: Path) -> None:
     [("lora.py", 6, "peft"), ("trainer.py", 2, "accelerate"), ("dpo.py", 0.7, "trl")],
 )
 def test_trainers(script: str, limit: float, package: str, tmp_path: Path) -> None:
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason="pip install -e .[hf,trainers]")
     output = _run(script, tmp_path, "--steps", "12")
     (loss,) = (float(x) for x in re.findall(r"mean loss of 12 steps: (\d+\.\d+)", output))
     assert 0 < loss < limit

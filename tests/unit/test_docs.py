@@ -47,8 +47,8 @@ def test_home_page_and_readme_begin_alike_with_the_headline_of_the_results() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib before Python 3.11")
 def test_figures_are_what_the_results_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tomllib")  # Python 3.11
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     figures = importlib.import_module("figures")
     written = {path.name: path.read_text() for path in figures.FIGURES.glob("*.svg")}

@@ -28,8 +28,7 @@ from ds_ckpt.compression.topk import blocks_for, select_in_blocks
 from ds_ckpt.weights import lossless
 from tests.pretended_gpu import Gpu
 
-if os.environ.get("CI") != "true":  # there it is installed
-    pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
+pytest.importorskip("triton", reason="Triton is not there: pip install -e .[kernels]")
 
 
 @contextmanager
