@@ -1,4 +1,4 @@
-# Sourced by test.sh and demo.sh: makes or reuses .venv and installs the project into it.
+# Sourced by test.sh, demo.sh and others: makes or reuses .venv and installs the project into it.
 #
 # PYTHON names the Python to make .venv with (default: python3). pip's own settings and
 # environment variables apply as ever. Installs only when pyproject.toml or constraints.txt have
@@ -84,6 +84,13 @@ install_project() {
   TMPDIR="$venv/tmp" during "$packages_s" '2 of 3, installing ds_ckpt and what it needs' \
     "${pip[@]}" -e "$root[hf,mpi,report,dev]" || fail "installing ds_ckpt failed, see above."
   rm -rf "$venv/tmp"
+}
+
+# above BASE PLACE [OPTIONS OF venv]: makes an environment that sees the packages of BASE below its own.
+above() {
+  local packages='import sysconfig; print(sysconfig.get_path("purelib"))' below
+  "$1/bin/python" -m venv "${@:3}" "$2" && below=$("$1/bin/python" -c "$packages") &&
+    echo "import site; site.addsitedir('$below')" >"$("$2/bin/python" -c "$packages")/base.pth"
 }
 
 compile_all() {

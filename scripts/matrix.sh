@@ -79,12 +79,9 @@ base() {
 
 # environment NAME BASE DEEPSPEED: one of its own for DeepSpeed, above the base.
 environment() {
-  local place="$folder/$1" packages
+  local place="$folder/$1"
   [ ! -f "$place/.ready" ] || return 0
-  "$2/bin/python" -m venv --without-pip "$place" || return
-  packages=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  echo "import site; site.addsitedir('$packages')" \
-    >"$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+  above "$2" "$place" --without-pip || return
   "$place/bin/python" -m pip --quiet install --no-deps --no-build-isolation "deepspeed==$3" || return
   touch "$place/.ready"
 }

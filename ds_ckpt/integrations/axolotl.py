@@ -1,10 +1,12 @@
 """Plugin of axolotl: `plugins: [ds_ckpt.integrations.axolotl.Plugin]` in its YAML file."""
 
+import logging
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
 from ds_ckpt.engine.entry import install
+from ds_ckpt.errors import log
 
 
 class Plugin(BasePlugin):
@@ -13,3 +15,6 @@ class Plugin(BasePlugin):
     def register(self, cfg: Any) -> None:
         """Install the plugin; axolotl calls this before it builds the trainer."""
         install()
+        # axolotl drops lines of other loggers below a warning, and so the line at the start
+        log.name, log.parent = "axolotl.ds_ckpt", logging.getLogger("axolotl")
+        log.setLevel(logging.INFO)

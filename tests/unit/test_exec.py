@@ -3,16 +3,13 @@
 import argparse
 import ast
 import base64
-import importlib
 import json
 import logging
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -281,59 +278,3 @@ def test_compiling_is_reported(lock, monkeypatch, caplog) -> None:
         time.sleep(1.1)
     assert "compiling deepspeed_shm_comm" in caplog.text
     assert "compiled deepspeed_shm_comm in 1 s" in caplog.text
-
-
-# trainers, whose interfaces are those of axolotl 0.19.0, ms-swift 4.6.0 and lightning 2.6.6
-INTERFACES = {
-    "axolotl.integrations.base": "class BasePlugin:\n    def register(self, cfg): ...\n",
-    "lightning.pytorch.strategies": """
-class DeepSpeedStrategy:
-    def __init__(self, stage=2, config=None):
-        self.config = config or {"zero_optimization": {"stage": stage}}
-class StrategyRegistry(dict):
-    def register(self, name, strategy, description=None, **given):
-        self[name] = lambda: strategy(**given)
-StrategyRegistry = StrategyRegistry()
-""",
-}
-
-
-def _axolotl(folder: Path) -> None:
-    """Repeat `load_plugin` and `prepare_plugins`."""
-    module, _, name = "ds_ckpt.integrations.axolotl.Plugin".rpartition(".")
-    getattr(importlib.import_module(module), name)().register({"plugins": []})
-
-
-def _lightning(folder: Path) -> None:
-    strategy = importlib.import_module("ds_ckpt.integrations.lightning").LightningStrategy
-    made = sys.modules["lightning.pytorch.strategies"].StrategyRegistry["ds_ckpt"]()
-    assert type(made) is strategy
-    assert made.config == {**PLAIN, "ds_ckpt": "auto"}
-    own = {**PLAIN, "ds_ckpt": SECTION}
-    assert strategy(config=own).config == {**PLAIN, "ds_ckpt": SECTION}
-
-
-def _ms_swift(folder: Path) -> None:
-    """Repeat `import_external_file` on a file of --external_plugins."""
-    (folder / "plugin.py").write_text("import ds_ckpt.auto\n")
-    runpy.run_path(str(folder / "plugin.py"))
-
-
-@pytest.mark.parametrize("trainer", [_axolotl, _lightning, _ms_swift])
-def test_a_line_for_a_trainer_installs_the_plugin(trainer, tmp_path, monkeypatch) -> None:
-    import deepspeed
-
-    for name, text in INTERFACES.items():
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            module = types.ModuleType(".".join(parts[:depth]))
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(text, vars(module))
-    for name in ("auto", "integrations.axolotl", "integrations.lightning"):
-        monkeypatch.delitem(sys.modules, f"ds_ckpt.{name}", raising=False)
-    entry.uninstall()
-    try:
-        trainer(tmp_path)
-        assert deepspeed.initialize.__ds_ckpt__ is deepspeed.initialize
-    finally:
-        entry.uninstall()

@@ -25,7 +25,8 @@ from ds_ckpt.lab.validate.experiment import train
 from ds_ckpt.lab.validate.task import Task, TaskSpec, make_spec, open_task
 from ds_ckpt.lab.validate.world import DENSE_SETTINGS as DENSE
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 def lines(path: Path, rows: list[Any], end: str = "\n") -> Path:
@@ -91,21 +92,19 @@ def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
         read_text(path)
 
 
-def save_checkpoint(folder: Path) -> None:
+def save_checkpoint(folder: Path, width: int = 16) -> None:
     """A tiny Llama with a tokenizer of words, as `save_pretrained` leaves them."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"[UNK]": 0, "sky": 1, "ground": 2, "word": 3}, "[UNK]")
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]"
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]", eos_token="[UNK]"
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=8, hidden_size=width, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -137,7 +136,6 @@ def test_a_checkpoint_is_tuned_on_texts_and_on_examples(tmp_path: Path) -> None:
 
     # one that was trained on is another task
     assert open_task(spec).digest == task.digest
-    transformers = pytest.importorskip("transformers")
     trained = transformers.LlamaForCausalLM.from_pretrained(model)
     with torch.no_grad():
         trained.model.norm.weight.add_(1)
