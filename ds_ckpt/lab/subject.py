@@ -240,21 +240,6 @@ def _prepared(model: nn.Module, sizes: Sizes) -> nn.Module:
             remedy = 'write "eager" or "sdpa", or leave the option out'
             raise _refused(found, _short(error), remedy, "--attention") from error
     if sizes.dtype is not None:
-        _cast(model, sizes.dtype)
+        # floating-point parameters and buffers, as DeepSpeed does
+        model._apply(lambda t: t.to(sizes.dtype) if t.is_floating_point() else t)
     return model
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers, as DeepSpeed does; `Module.to` cannot swap fake tensors."""
-    done: dict[Tensor, Tensor] = {}  # tied weights stay tied
-    for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
-                    continue
-                if tensor not in done:
-                    done[tensor] = tensor.detach().to(dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        done[tensor] = nn.Parameter(done[tensor], tensor.requires_grad)
-                table[name] = done[tensor]

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from ds_ckpt.lab.workload import llama
+
 WIDTH = 32
 
 
@@ -46,6 +48,15 @@ def needs_values() -> tuple[nn.Module, torch.Tensor]:
             return super().forward(x if x.sum() > 0 else -x)
 
     return Choosy(2), torch.randn(2, 8, WIDTH)
+
+
+def low_rank(batch: int = 1, tokens: int = 64) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Build the demo's model with LoRA on every matrix of its blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = llama(seed=0), torch.zeros(batch, tokens, dtype=torch.int64)
+    config = LoraConfig(r=16, target_modules="all-linear")
+    return get_peft_model(model, config), {"input_ids": ids, "labels": ids}
 
 
 def only_a_model() -> nn.Module:

@@ -287,7 +287,9 @@ class FakeModel:
         values = KnownValues()
         # torch's truncated normal reads its bounds from tensors
         unasked = patched(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-        with unknown_values_refused(name), taken_for_real(), unasked, values:
+        # Module.to swaps fake parameters, which the mode's weak references forbid
+        in_place = patched(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new))
+        with unknown_values_refused(name), taken_for_real(), unasked, in_place, values:
             model, batch = make()
         return cls(name, model, batch, values)
 
