@@ -14,11 +14,6 @@ import typer
 
 from ds_ckpt.cli.common import Modules, Tokens, file_option, progress, split_names, write_output
 
-DEFAULT_TOKENS = 1 << 20
-"""Tokens of a step, by default."""
-DEFAULT_ROWS = 8
-"""Sequences of a rank and step, by default, for batches without token ids."""
-
 
 def plan(
     model: Annotated[
@@ -44,7 +39,9 @@ def plan(
     ] = "equal",
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences per step, all ranks. [default: about 1 M tokens]"),
+        typer.Option(
+            min=1, help="Sequences per step, all GPUs. [default: about 16 k tokens per GPU]"
+        ),
     ] = None,
     tokens: Tokens = None,
     modules: Modules = "",
@@ -77,8 +74,15 @@ def plan(
         from rich.console import Console
 
         from ds_ckpt.lab.estimate.model import Model
-        from ds_ckpt.lab.estimate.plan_report import print_plan
-        from ds_ckpt.lab.estimate.search import NEEDED, OWN, Question, Search, deepspeed_file
+        from ds_ckpt.lab.estimate.plan_report import KINDS, print_plan
+        from ds_ckpt.lab.estimate.search import (
+            NEEDED,
+            OWN,
+            Question,
+            Search,
+            deepspeed_file,
+            default_batch,
+        )
         from ds_ckpt.lab.hosts.hardware import Hardware
         from ds_ckpt.lab.subject import Sizes
 
@@ -90,29 +94,27 @@ def plan(
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
         with Console(stderr=True).status("surveying the model", spinner="line"):
             made = Model(model, Sizes(tokens, types[dtype]), split_names(modules) or None)
-        each = DEFAULT_ROWS
-        if made.tokens > 1:
-            each = max(1, round(DEFAULT_TOKENS / made.tokens / named.devices))
-        sequences = batch or each * named.devices
+        sequences = batch or default_batch(made, named.devices)
         question = Question(made, named, inside["latency_s"], sequences, loss, dtype)
         search = Search(question)
         with progress(len(search.micro_batches())) as search.report:
             best = search.best()
-        print_plan(search, best, Console(soft_wrap=True, highlight=False), details=details)
-        other = search.best_with(plugin=not best.setting.sections)
-        for path, one in ((output, best), (other_output, other)):
+        console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
+        print_plan(search, best, console, details=details, is_assumed=batch is None)
+        kinds = KINDS if best.setting.sections else KINDS[::-1]
+        pairs = (output, best, kinds[0]), (other_output, search.other(best), kinds[1])
+        for path, one, kind in pairs:
             if path is None:
                 continue
             if one is None:
-                kind = "without" if best.setting.sections else "with"
-                typer.echo(f"{path} is not written: no setting {kind} ds_ckpt fits", err=True)
+                typer.echo(f"{path} is not written: nothing fits, {kind}", err=True)
                 continue
             file = deepspeed_file(question, one.setting, one.plan)
             text = json.dumps(file, indent=2) + "\n"
             write_output(path, functools.partial(Path.write_text, data=text, encoding="utf-8"))
             typer.echo(
-                f"{path}: write your own optimizer values. A micro-batch of each rank has "
-                f"{(n := one.setting.sequences)} sequence{'s' * (n > 1)} of {made.tokens} tokens",
+                f"{path}: {kind}; {one.setting.describe()}; sequences of {made.tokens} tokens. "
+                "Write your own optimizer values",
                 err=True,
             )
             if one.setting.policy == OWN:

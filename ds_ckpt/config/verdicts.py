@@ -180,13 +180,14 @@ def allows(records: list[VerdictRecord], loss: LossLimit) -> bool:
 
     "equal": every test of a loss was equivalent or better, and no accuracy was worse.
     """
-    if loss == "any":
-        return True
-    losses = [record for record in records if record.metric == "loss"]
-    others = {record.verdict for record in records if record.metric != "loss"}
-    if not losses or {"worse", "different"} & others:
-        return False
-    return all(r.verdict in ("identical", "equivalent", "better") for r in losses)
+    return loss == "any" or (any(r.metric == "loss" for r in records) and not refusing(records))
+
+
+def refusing(records: Iterable[VerdictRecord]) -> list[VerdictRecord]:
+    """Return the verdicts that "equal" does not accept."""
+    accepted = {"identical", "equivalent", "better"}
+    by_metric = {"loss": accepted, "accuracy": accepted | {"inconclusive"}}
+    return [r for r in records if r.verdict not in by_metric[r.metric]]
 
 
 def sections_on_record() -> dict[str, tuple[dict[str, Any], list[VerdictRecord]]]:

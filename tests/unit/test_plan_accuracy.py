@@ -70,8 +70,7 @@ def test_the_tables_of_clusters_are_what_the_command_writes(benchmark: Any) -> N
 def test_zero_1_of_the_tables_sends_what_was_measured(benchmark: Any, accumulation: int) -> None:
     bench = benchmark("plan_accuracy")
     model = bench.Predictor().model("wider")
-    known = Hardware.load(None, "--cluster")
-    cluster = known.cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
+    cluster = Hardware.load(None, "--cluster").cluster("2 nodes x 1 A100, 1 Gbit/s", NEEDED)
     assert cluster is not None
     search = Search(Question(model, cluster, 5e-6, 2 * accumulation, "equal"))
     zero1 = [one for one in search.all if one.setting.weights == ZERO1]

@@ -88,16 +88,12 @@ def test_faster_links_fewer_bytes_and_less_work_are_never_slower(
     machine, blocks, strategy, share
 ) -> None:
     before = simulate(machine, blocks, strategy).seconds
-    faster = [
-        replace(machine, bus_bytes_per_s=machine.bus_bytes_per_s / share),
-        replace(machine, slowest=1.0),
-    ]
+    bus = replace(machine, bus_bytes_per_s=machine.bus_bytes_per_s / share)
+    faster = [bus, replace(machine, slowest=1.0)]
     for name in ("network", "inside"):
         link = getattr(machine, name)
-        for changed in (
-            replace(link, bytes_per_s=link.bytes_per_s / share),
-            replace(link, latency_s=link.latency_s * share),
-        ):
+        wider = replace(link, bytes_per_s=link.bytes_per_s / share)
+        for changed in (wider, replace(link, latency_s=link.latency_s * share)):
             faster.append(replace(machine, **{name: changed}))
     g, w = strategy.gradients, strategy.weights
     fewer = [
@@ -185,7 +181,7 @@ def test_a_shapers_bucket_passes_what_a_pause_has_earned(burst_bytes, gather_s) 
     """Gathers of 4 bytes at 8 bytes a second, a pause of a second before each but the first."""
     blocks, strategy = (
         [TimedBlock(2, 0, 1.0, 1.0)] * 2,
-        Strategy(1, 4, GradientTimes(0.0), prefetch=0),
+        Strategy(1, 4, GradientTimes(0), prefetch=0),
     )
     bucket = replace(PAIR, network=Link(8.0, burst_bytes=burst_bytes))
     assert simulate(bucket, blocks, strategy).seconds == pytest.approx(4 * 1.0 + 4 * gather_s)

@@ -110,7 +110,7 @@ def plan_methods(loss: LossLimit, exchanging: int = 1) -> tuple[list[PlanMethod]
         if allows(judged, loss):
             allowed += tried
         else:
-            refused.append(method)
+            refused.append(replace(method, records=tuple(judged)))
     return allowed, refused
 
 

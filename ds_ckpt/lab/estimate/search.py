@@ -17,6 +17,7 @@ from typing import Any
 
 from ds_ckpt.activation.planning.budget import AUTO_SHARE, ActivationPlan, Allowance, Planner
 from ds_ckpt.activation.planning.costs import Rates
+from ds_ckpt.activation.planning.fake import MOST_ELEMENTS
 from ds_ckpt.config.verdicts import LossLimit
 from ds_ckpt.errors import ConfigError, Problem, UnsupportedError
 from ds_ckpt.lab.estimate.memory_model import ZERO_DEFAULTS, Parameters, States, estimate
@@ -52,8 +53,8 @@ CALL_S = 3e-5
 """Guess: time to call a collective from Python, if it does not run ahead of the device."""
 UPDATE_BYTES = 40.0
 """Memory traffic of AdamW an element: master weight, moments, gradient and 16-bit weight."""
-HOST_BYTES = 512 * GIB
-"""Memory of a node for offloaded tensors."""
+HOST_BYTES, MOST_HOST_BYTES = 512 * GIB, 2048 * GIB
+"""Memory of a node for offloaded tensors, and for an offloaded optimizer that is proposed."""
 OWN_FIGURES = (
     Constant("bits of a lossless change", LOSSLESS_BITS, "measured: lossless_bits.py, rate 3e-4"),
     Constant("coding a lossless change, s per element", LOSSLESS_S, "measured: docs/weights.md"),
@@ -70,6 +71,11 @@ BUDGET, OWN = "budget", "the model's own"
 """Policies: a mixture, and the model's own checkpointing of every block, without this plugin."""
 TIE = 0.06
 """Share of a step: the median error of predicted steps (docs/plan.md)."""
+BASELINE_TIE = 0.01
+"""The same for DeepSpeed alone beside a chosen plugin: what the plugin saves is not overstated."""
+TOKENS_EACH, ROWS_EACH = 1 << 14, 8
+"""Default batch: tokens of an accelerator and step, or its rows if a batch has no token ids."""
+IN_UPDATE = "more, in the optimizer's step"
 MAX_NODES, MIN_TOKENS, LORA_RANK = 256, 128, 16
 """Bounds of what is proposed if nothing fits."""
 STEP = 1 << 26
@@ -156,13 +162,13 @@ class Setting:
 
     def describe(self) -> str:
         """Describe the setting on one line."""
-        parts = [placement(self.weights)]
+        parts, offloads = [placement(self.weights)], self.offload and self.policy != "offload"
         if self.method.section:
             parts.append(f"gradients {self.method.name}")
         if self.method.betas:
-            parts.append("AdamW's betas {:g} and {:g}".format(*self.method.betas))
+            parts.append("AdamW betas {:g}, {:g}".format(*self.method.betas))
         if self.policy != "none":
-            parts.append(f"checkpointing {self.policy}" + ", inputs offloaded" * self.offload)
+            parts.append(f"checkpointing {self.policy}" + ", inputs offloaded" * offloads)
         if self.divisor > 1:
             parts.append(f"buckets of 1/{self.divisor}")
         return "; ".join([*parts, f"micro-batch {self.sequences} x {self.micro_steps}"])
@@ -191,6 +197,11 @@ class PlanOption:
     def needed_bytes(self) -> int:
         """Add up the memory of an accelerator."""
         return sum(self.memory.values())
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Add up the same, with memory for activations rounded up as the search does."""
+        return self.needed_bytes + max(0, -self.plan.needed_bytes % STEP - self.memory[IN_UPDATE])
 
     @property
     def fits(self) -> bool:
@@ -239,12 +250,35 @@ class Search:
         """Return the shortest step that fits. Raises UnsupportedError if nothing does."""
         if not self.all:
             raise self._nothing_fits()
-        return best_of(self.all)
+        best = best_of(self.all)
+        theirs = self.other(best) if best.setting.sections else None
+        # the plugin's plainest is chosen if it does not tie with DeepSpeed alone
+        return best_of(self.all, TIE, theirs.step.seconds / (1 + TIE)) if theirs else best
 
-    def best_with(self, *, plugin: bool) -> PlanOption | None:
-        """Return the best with this plugin, or of DeepSpeed alone; None: none fits."""
-        found = [one for one in self.all if bool(one.setting.sections) == plugin]
-        return best_of(found) if found else None
+    def other(self, best: PlanOption) -> PlanOption | None:
+        """Return the best of the other kind: of DeepSpeed alone, or with this plugin; None: none.
+
+        DeepSpeed's own is its fastest within 1%.
+        """
+        is_ours = bool(best.setting.sections)
+        found = [one for one in self.all if bool(one.setting.sections) != is_ours]
+        return best_of(found, BASELINE_TIE if is_ours else TIE) if found else None
+
+    def pairs(self) -> Iterator[tuple[str, PlanMethod]]:
+        """Yield the weights and gradients that are tried together."""
+        for kind in self.kinds:
+            for method in self.methods:
+                if kind in (ZERO3, *RESIDENT) or method.settings is None:
+                    yield kind, method
+
+    def least(self, kind: str, method: PlanMethod) -> PlanOption:
+        """Return the candidate that needs the least memory, whether or not it fits."""
+        found = []
+        for n in {1, *(one.setting.sequences for one in self.all)}:
+            of = Setting(n, self.each // n, BUDGET, True, kind, method, SMALLER_BUCKETS[-1])
+            plan = self._planner(n).least(self._allowance(0, True))
+            found.append(self._candidate(of, plan))
+        return min(found, key=lambda one: one.rounded_bytes)
 
     @functools.cached_property
     def all(self) -> list[PlanOption]:
@@ -252,8 +286,9 @@ class Search:
         return list(self._candidates())
 
     def micro_batches(self) -> Sequence[int]:
-        """Sizes that a micro-batch can have."""
-        return [n for n in range(1, self.each + 1) if self.each % n == 0]
+        """Sizes that a micro-batch can have. With more token ids no model is surveyed."""
+        most = max(1, min(self.each, MOST_ELEMENTS // (2 * self.question.model.tokens)))
+        return [n for n in range(1, most + 1) if self.each % n == 0]
 
     def _candidates(self) -> Iterator[PlanOption]:
         for sequences in self.micro_batches():
@@ -261,9 +296,7 @@ class Search:
             micro_steps = self.each // sequences
             found = [
                 candidate
-                for kind in self.kinds
-                for method in self.methods
-                if kind in (ZERO3, *RESIDENT) or method.settings is None
+                for kind, method in self.pairs()
                 for candidate in self._with_buckets(
                     Setting(sequences, micro_steps, BUDGET, False, kind, method)
                 )
@@ -370,7 +403,7 @@ class Search:
         in_update = (
             self._states(of.weights, of.divisor).step_bytes + memory["residuals"] + held.nccl
         )
-        memory["more, in the optimizer's step"] = max(0, in_update - sum(memory.values()))
+        memory[IN_UPDATE] = max(0, in_update - sum(memory.values()))
         return PlanOption(
             replace(of, policy=policy),
             plan,
@@ -409,43 +442,54 @@ class Search:
         """Make the error; of the remedies those that would fit."""
         machine, question, model = self.machine, self.question, self.question.model
         limit, bucket = question.capacity_bytes, bucket_of(model, SMALLER_BUCKETS[-1])
-        stock = Setting(1, 1, "none", False, ZERO3, PlanMethod(STOCK), SMALLER_BUCKETS[-1])
+        plain = PlanMethod(STOCK)
+        stock = Setting(1, 1, "none", False, ZERO3, plain, SMALLER_BUCKETS[-1])
         remedies = list[str]()
 
-        def need(
+        def propose(
             remedy: str,
             nodes: int = machine.hosts,
             of: Parameters = model.parameters,
             length: Model = model,
+            host_limit: int = HOST_BYTES,
             **zero: object,
-        ) -> int:
-            """Compute what one sequence needs, and propose the remedy if it fits."""
-            file = deepspeed_file(question, stock)
-            file["zero_optimization"] |= zero
-            states, _ = estimate(of, file, nodes * machine.local, nodes)
+        ) -> bool:
+            """Propose the remedy if one sequence fits then."""
             plan = length.planner(1, question.rates).least(replace(ACTIVATIONS, offload=True))
-            beside = states.resident_bytes + length.temporary_bytes(1)
-            needed = max(plan.needed_bytes + beside, states.step_bytes)
-            rounds_to = -(-plan.needed_bytes // STEP) * STEP  # as a plan's budget is
-            fits = max(rounds_to + beside, states.step_bytes) <= limit
-            if remedy and fits and states.host_bytes * machine.local <= HOST_BYTES:
-                host = f", {states.host_bytes / GIB:.1f} of host memory" * bool(states.host_bytes)
+            beside = plan.needed_bytes + -plan.needed_bytes % STEP + length.temporary_bytes(1)
+            found = []
+            for kind in (ZERO3,) if zero else (ZERO2, ZERO3):  # few layers: ZeRO-2 needs less
+                file = deepspeed_file(question, replace(stock, weights=kind))
+                file["zero_optimization"] |= zero
+                found.append(estimate(of, file, nodes * machine.local, nodes)[0])
+            needed = min(max(beside + s.resident_bytes, s.step_bytes) for s in found)
+            on_host = found[-1].host_bytes + sum(b.offloaded_bytes for b in plan.blocks)
+            on_host *= machine.local
+            if fits := needed <= limit and on_host <= host_limit:
+                host = f", {on_host / GIB:.1f} of a node's host memory" * bool(zero)
                 remedies.append(f"{remedy} ({needed / GIB:.1f} GiB per rank{host})")
-            return needed
+            return fits
 
-        needed = need("")
-        need('write "offload_optimizer": {"device": "cpu"}', offload_optimizer={"device": "cpu"})
+        propose(
+            'write "offload_optimizer": {"device": "cpu"}',
+            host_limit=MOST_HOST_BYTES,
+            offload_optimizer={"device": "cpu"},
+        )
         shapes = [shape for block in model.blocks for _, shape in block.shapes if len(shape) == 2]
         factors = tuple(LORA_RANK * sum(shape) for shape in shapes)
         counts = model.parameters.counts + factors
         lora = replace(model.parameters, counts=counts, trainable=factors, shapes=())
-        need(f"train LoRA of rank {LORA_RANK}", of=lora)
+        propose(f"train LoRA of rank {LORA_RANK}", of=lora)
         more = range(machine.hosts + 1, MAX_NODES + 1)
-        known = len(remedies)
-        next((n for n in more if need(f"use {n} nodes", n) and len(remedies) > known), None)
-        half = model.tokens // 2
-        if half >= MIN_TOKENS:
-            need(f"--tokens {half}", length=model.with_tokens(half))
+        next((n for n in more if propose(f"use {n} nodes", n)), None)
+        smallest = min(
+            (self.least(kind, plain) for kind in self.kinds), key=lambda o: o.rounded_bytes
+        )
+        needed, tokens = smallest.rounded_bytes, model.tokens // 2
+        with_none = self._states(ZERO3, SMALLER_BUCKETS[-1])
+        while tokens >= MIN_TOKENS and max(with_none.resident_bytes, with_none.step_bytes) < limit:
+            tokens_fit = propose(f"--tokens {tokens}", length=model.with_tokens(tokens))
+            tokens = 0 if tokens_fit else tokens // 2
         gb = math.ceil(needed / AUTO_SHARE / 1e9)
         remedy = "; or ".join([*remedies, f"use accelerators of {gb} GB or more"])
         why = (
@@ -457,16 +501,25 @@ class Search:
         return UnsupportedError(problem, headline="no plan fits")
 
 
-def best_of(candidates: Sequence[PlanOption]) -> PlanOption:
+def default_batch(model: Model, devices: int) -> int:
+    """Return the sequences of a step: so many tokens each, a power of two of micro-batches."""
+    each = TOKENS_EACH / model.tokens if model.tokens > 1 else ROWS_EACH
+    return devices * (1 << max(0, round(math.log2(each))))
+
+
+def best_of(
+    candidates: Sequence[PlanOption], tie: float = TIE, within_s: float = math.inf
+) -> PlanOption:
     """Return the shortest step; of a tie, the one that departs least from plain DeepSpeed.
 
-    A candidate whose lower bound is beaten is not simulated.
+    `tie` is a share of the step, `within_s` another limit. A candidate whose lower bound is beaten
+    is not simulated.
     """
     least_s = math.inf
     for one in sorted(candidates, key=lambda one: one.at_least_s):
         if one.at_least_s < least_s:
             least_s = min(least_s, one.step.seconds)
-    enough_s = (1 + TIE) * least_s
+    enough_s = min((1 + tie) * least_s, within_s)
     close = [one for one in candidates if one.at_least_s <= enough_s]
     close.sort(key=lambda one: one.setting.distance)
     for _, equals in itertools.groupby(close, lambda one: one.setting.distance):
