@@ -88,7 +88,8 @@ class Report:
         several = self._shares() if len(self.findings.rates) > 1 else []
         why = [Paragraph(_WHY_DENSE)] * self.findings.spec.demo
         steps = ReportSection("", [*several, Table([*heads, "pays for"], rows), *why])
-        sections = [steps, *(self._advice(one) for one in first[:1] if one.outcome != "busy")]
+        unsure = ("busy", "few")
+        sections = [steps, *(self._advice(one) for one in first[:1] if one.outcome not in unsure)]
         Document(headline(self.findings), self._notes(), sections).print(console)
 
     def _advice(self, first: ComparisonRow) -> ReportSection:
