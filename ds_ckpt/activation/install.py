@@ -98,7 +98,7 @@ class CheckpointedBlocks:
     def describe(self) -> str:
         """Describe the blocks in a few words."""
         classes = ", ".join(sorted({type(b.module).__name__ for b in self.blocks}))
-        words = f"{len(self.blocks)} blocks ({classes})"
+        words = f"{(n := len(self.blocks))} block{'s' * (n != 1)} ({classes})"
         if offloaded := sum(unit.offloads for unit in self.units):
             words += f", {offloaded} of them offloaded and not recomputed"
         if any(len(unit.blocks) > 1 for unit in self.units):
