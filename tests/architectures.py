@@ -38,9 +38,7 @@ _Kind = tuple[str, str, dict[str, Any], tuple[str, ...]]
 """Configuration, model, sizes, names of the number of layers."""
 
 
-def _kind(
-    name: str, sizes: dict[str, Any], model: str = "ForCausalLM", layers: str = "num_hidden_layers"
-) -> _Kind:
+def _kind(name, sizes, model="ForCausalLM", layers="num_hidden_layers") -> _Kind:
     return name, name.removesuffix("Text") + model, sizes, tuple(layers.split())
 
 

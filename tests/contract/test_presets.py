@@ -108,25 +108,16 @@ def test_accelerate_reads_it(preset: Path) -> None:
     assert plugin.zero_stage == 3
     config = plugin.deepspeed_config
     assert config["ds_ckpt"] == load_file(preset)["ds_ckpt"]
-    arguments = {
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "optimizer.params.lr": 3e-4,
-        "optimizer.params.betas": [0.9, 0.95],
-        "optimizer.params.eps": 1e-8,
-        "optimizer.params.weight_decay": 0.1,
-        "scheduler.params.total_num_steps": 100,
-        "scheduler.params.warmup_num_steps": 10,
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": 3e-4,
-        "bf16.enabled": True,
-        "fp16.enabled": False,
-        "zero_optimization.reduce_bucket_size": 4096,
-        "zero_optimization.stage3_prefetch_bucket_size": 4096,
-        "zero_optimization.stage3_param_persistence_threshold": 640,
+    sections = {
+        "optimizer.params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        "scheduler.params": {"total_num_steps": 100, "warmup_num_steps": 10}
+        | {"warmup_min_lr": 0, "warmup_max_lr": 3e-4},
+        "zero_optimization": {"reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 4096}
+        | {"stage3_param_persistence_threshold": 640},
     }
+    arguments = {f"{at}.{key}": v for at, section in sections.items() for key, v in section.items()}
+    arguments |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "bf16.enabled": True}
+    arguments |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "fp16.enabled": False}
     plugin.deepspeed_config_process(must_match=False, **arguments)  # as Accelerator.prepare does
     assert '"auto"' not in json.dumps(config)
     parse(config)

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ds_ckpt.lab.hosts.backends import free_port
+from ds_ckpt.lab.hosts import backends
 from ds_ckpt.lab.hosts.launcher import lock_cleared_on_failure, remove_shared_buffers
 from tests.distributed.worker import fresh, hosts, once
 
@@ -139,22 +139,12 @@ class Pool:
 
     def _start(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="ds_ckpt_pool_"))
-        self.port = free_port()
+        self.port = backends.free_port()
         pairs = [socket.socketpair() for _ in range(self.world)]
         self._pipes = [Connection(ours.detach()) for ours, _ in pairs]
         theirs = [their.detach() for _, their in pairs]
-        environment = {
-            # as in scripts/: kept with this environment, whose ninja has compiled it
-            "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions",
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            # ninja, which builds the CPU operator, sits beside this Python
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
+        environment = os.environ | backends.environment("lo")
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         watched, self._watched = os.pipe()
         with lock_cleared_on_failure(environment):
             try:

@@ -140,9 +140,7 @@ class ParallelBlock(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, both: tuple[Tensor, Tensor], *, order: Tensor, scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, both, *, order, scale=None) -> tuple[Tensor, Tensor]:
         x, bias = both
         group = self._group[0]
         y = self.norm(x)[:, order]

@@ -87,13 +87,7 @@ def _accelerator(rates: Rates | None) -> Iterator[None]:
 
 
 @once
-def _budgets(
-    kind: str,
-    shares: list[float],
-    of: str = "activations",
-    rates: Rates | None = None,
-    **extra: Any,
-) -> Any:
+def _budgets(kind, shares, of="activations", rates=None, **extra) -> Any:
     """Return bytes held without recomputation; by share of them, planned and measured bytes."""
     results = {}
     with _accelerator(rates), _engine(kind) as engine:

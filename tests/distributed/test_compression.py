@@ -335,11 +335,7 @@ def test_residuals_are_free_of_autocasts_scale() -> None:
 def test_one_exchange_an_accumulated_step() -> None:
     baseline, each, once = (
         training.trained("llama", section, 3, accumulation=4)
-        for section in (
-            {},
-            topk_section(exchange={"when": "micro_step"}),
-            topk_section(exchange={"when": "accumulation_boundary"}),
-        )
+        for section in ({}, SECTIONS["each micro-step"], SECTIONS["at the boundary"])
     )
     assert each.collectives == 4 * once.collectives
     assert each.sent == pytest.approx(4 * once.sent, rel=0.02)

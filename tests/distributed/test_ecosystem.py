@@ -20,22 +20,13 @@ from tests.distributed.training import captured_log, largest_gap, of_all_ranks, 
 SLOW = pytest.mark.slow
 LORA = ["lora", "lora-ready"]
 OFFLOAD = {"offload": True, "offload_min_bytes": 0}
-PLANS: dict[str, dict[str, Any]] = {
-    "stock": {},
-    "block": {"policy": "block"},
-    "segments": {"policy": "segments", "segment_size": 2},
-    "selective": {"policy": "selective"},
-    "block, offload": {"policy": "block", **OFFLOAD},
-    "selective, offload": {"policy": "selective", **OFFLOAD},
-    "block, lead": {"policy": "block"},
-    "block, dense": {"policy": "block"},
-}
+REENTRANT = {"activation_checkpointing_kwargs": {"use_reentrant": True}}
 BESIDE = {
     "block, offload": {"weights": {"resident": "auto"}},
     "block, lead": models.topk_section(topk={"density": 0.05}, error_feedback={"momentum": 0.3}),
     "block, dense": {"compression": {"method": "dense"}},
 }
-"""Sections beside `activation`."""
+"""Sections beside `activation`, by plan: a policy, and more."""
 
 _SAME = ("losses", "gradients", "evaluated", "written", "lengths", "weights", "buffers")
 
@@ -54,8 +45,10 @@ def _compare(plain: dict[str, Any], ours: dict[str, Any], plan: str) -> None:
 def _sections(plan: str, modules: tuple[str, ...] = ()) -> dict[str, Any]:
     if plan == "stock":
         return {}
-    named = {"modules": list(modules)} if modules else {}
-    return {"ds_ckpt": {"activation": {**PLANS[plan], **named}, **BESIDE.get(plan, {})}}
+    policy, _, more = plan.partition(", ")
+    activation = {"policy": policy, **(OFFLOAD if more == "offload" else {})}
+    activation |= {"modules": list(modules)} if modules else {}
+    return {"ds_ckpt": {"activation": activation, **BESIDE.get(plan, {})}}
 
 
 def _done(engine: Any) -> dict[str, Any]:
@@ -305,24 +298,11 @@ def _trainer(folder: str, plan: str, model: nn.Module, **flags: Any) -> Any:
     """Four steps of two micro batches, an evaluation after each, a checkpoint after two."""
     from transformers import Trainer, TrainingArguments
 
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=2,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-        deepspeed=_hf_config(plan),
-        **flags,
-    )
+    twos = ("per_device_train_batch_size", "per_device_eval_batch_size", "save_steps")
+    flags |= dict.fromkeys((*twos, "gradient_accumulation_steps"), 2)
+    flags |= {"max_steps": 4, "logging_steps": 1, "eval_steps": 1, "learning_rate": 1e-2, "seed": 0}
+    flags |= {"eval_strategy": "steps", "save_strategy": "steps", "deepspeed": _hf_config(plan)}
+    arguments = TrainingArguments(output_dir=folder, report_to=[], disable_tqdm=True, **flags)
     assert arguments.device.type == "cpu"  # asked for, since that makes the state anew
     _tell_accelerate()
     data = {"train_dataset": _Rows(32), "eval_dataset": _Rows(8, 99)}
@@ -398,14 +378,7 @@ def _accelerated(folder: str, plan: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plan", "flags"),
     [
-        pytest.param(
-            "block",
-            {
-                "activation_checkpointing": True,
-                "activation_checkpointing_kwargs": {"use_reentrant": True},
-            },
-            marks=SLOW,
-        ),
+        pytest.param("block", {**REENTRANT, "activation_checkpointing": True}, marks=SLOW),
         ("block, offload", {"gradient_checkpointing": True}),
     ],
     ids=str,

@@ -17,17 +17,10 @@ import ds_ckpt
 from ds_ckpt.telemetry import Counters
 from ds_ckpt.telemetry.counters import PartitionCounters, Purpose
 from tests import architectures
-from tests.distributed import models
+from tests.distributed import models, tensor_parallel
 from tests.distributed.models import equal
 from tests.distributed.pool import fresh, once, ranks
-from tests.distributed.tensor_parallel import (
-    MegatronMpu,
-    ParallelModel,
-    across,
-    auto_tp,
-    mpu_forgotten,
-    neighbours,
-)
+from tests.distributed.tensor_parallel import MegatronMpu, ParallelModel, mpu_forgotten, neighbours
 from tests.distributed.training import of_all_ranks, refused
 from tests.unit.offload_models import device_bytes, host_bytes
 
@@ -59,7 +52,7 @@ def _auto(kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds=
         seeds: "equal" in the whole tensor-parallel group, or "different" in each process.
     """
     fresh()
-    with auto_tp(size):
+    with tensor_parallel.auto_tp(size):
         model = _build(kind, dropout)
         config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
         engine, *_ = ds_ckpt.initialize(
@@ -205,7 +198,7 @@ def test_a_megatron_style_mpu(way: str, dropout: float) -> None:
     ours = _sections(modules=["ParallelBlock"], partition_min_bytes=MEGATRONS)
     for sections, how in ((none, "initialize"), (ours, way)):
         fresh()
-        mpu = MegatronMpu(neighbours(2), across(2), old=how == "old")
+        mpu = MegatronMpu(neighbours(2), tensor_parallel.across(2), old=how == "old")
         with mpu_forgotten():
             model = ParallelModel(mpu.get_model_parallel_group(), dropout=dropout)
             engine = _megatron(mpu, model, sections, way=how)

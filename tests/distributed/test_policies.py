@@ -16,13 +16,9 @@ from tests.distributed.training import running
 
 LAYERS = 3
 POLICIES: dict[str, dict[str, Any]] = {
-    "block": {"policy": "block"},
-    "attention": {"policy": "attention"},
-    "mlp": {"policy": "mlp"},
+    **{name: {"policy": name} for name in ("block", "attention", "mlp", "selective", "offload")},
     "every_n": {"policy": "every_n", "every_n": 2},
     "segments": {"policy": "segments", "segment_size": 2},
-    "selective": {"policy": "selective"},
-    "offload": {"policy": "offload"},
     "rules": {
         "rules": [
             {"match": "0", "policy": "selective", "save_ops": "matmuls"},

@@ -11,13 +11,7 @@ import torch.distributed as dist
 
 import ds_ckpt
 from ds_ckpt.lab.validate import experiment, processes
-from ds_ckpt.lab.validate.experiment import (
-    RunPlan,
-    read_candidates,
-    read_results,
-    train_missing,
-    train_virtual,
-)
+from ds_ckpt.lab.validate.experiment import RunPlan, read_candidates, read_results, train_missing
 from ds_ckpt.lab.validate.task import TaskSpec, open_task
 from tests.distributed import models
 from tests.distributed.models import topk_section
@@ -64,7 +58,8 @@ def test_processes_and_virtual_workers_come_to_the_same(world2, tmp_path, monkey
     spec = dataclasses.replace(SPEC, accumulation=2)
     candidates = read_candidates(files(tmp_path, ["3bit", "topk"]))
     plan = RunPlan(open_task(spec), candidates, range(1))
-    virtual = [result.outcome for result in train_missing(plan, {}, train_virtual, lambda *_: None)]
+    results = train_missing(plan, {}, experiment.train_virtual, lambda *_: None)
+    virtual = [result.outcome for result in results]
     real = world2.run(_validated, spec, everything, timeout=250)
     assert real[0] == real[1]
     dense, *compressed, offload = real[0]

@@ -100,9 +100,7 @@ class ConstantRate(Recipe):
 
 
 @functools.cache
-def _virtual(
-    name: str, clip: float, accumulation: int
-) -> tuple[list[list[float]], dict[str, torch.Tensor], int]:
+def _virtual(name, clip, accumulation) -> tuple[list[list[float]], dict[str, torch.Tensor], int]:
     """Return losses of all micro-steps by worker, weights at the end, and a worker's bytes sent."""
     model = models.build("llama").train()
     for module in model.modules():

@@ -134,9 +134,7 @@ def test_a_model_that_deepspeed_divides_while_it_is_built() -> None:
     assert results[0] == results[1]
 
 
-def _of_one_zero_init(
-    kind: str, sections: list[dict[str, Any]], end: str, **options: Any
-) -> tuple[list[list[float]], list[str]]:
+def _of_one_zero_init(kind, sections, end, **options) -> tuple[list[list[float]], list[str]]:
     """Two models that DeepSpeed divides together, each with its section. The first one ends in a
     way while both train on, or neither; weights of the second are written."""
     fresh()
@@ -185,9 +183,7 @@ def test_two_models_divided_together_are_each_their_own(kind, sections, end, opt
     assert ours == _of_one_zero_init(kind, [{}, {}], end, **options)
 
 
-def _gathered_together(
-    sections: dict[str, dict[str, Any]], order: str, written: str
-) -> tuple[list[list[float]], list[str]]:
+def _gathered_together(sections, order, written) -> tuple[list[list[float]], list[str]]:
     """Engines `a` and `b`, made in that order; all weights of both are gathered in one context, a
     before b, and those of one are moved half the way to the other's."""
     fresh()

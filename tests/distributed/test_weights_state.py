@@ -71,9 +71,7 @@ def _every_other(engine: Any, step: int, micro: int) -> None:
 
 
 @contextmanager
-def _engine(
-    kind: str, section: dict[str, Any], zero: Any = None, make_fresh: bool = True, **options: Any
-) -> Iterator[Any]:
+def _engine(kind, section, zero=None, make_fresh=True, **options) -> Iterator[Any]:
     """An engine; `zero` are further keys of `zero_optimization`."""
     if make_fresh:
         fresh()

@@ -52,9 +52,7 @@ def running(model, section=None, *, config=None, **options) -> Iterator[Any]:
         engine.destroy()
 
 
-def resident_config(
-    section: dict[str, Any], *, persistence: int = 40, hpz: int = 1, **options: Any
-) -> dict[str, Any]:
+def resident_config(section, *, persistence=40, hpz=1, **options) -> dict[str, Any]:
     """A configuration in bf16 in which biases and norms stay gathered."""
     sections = {"ds_ckpt": section} if section else {}
     config = models.zero3_config(**{"bf16": {"enabled": True}, "clip": 1.0, **sections, **options})
@@ -199,9 +197,7 @@ def largest_gap(some: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
-def conservation(
-    kind: str, section: dict[str, Any], steps: int, accumulation: int = 1, levels: int = 1
-) -> tuple[float, int]:
+def conservation(kind, section, steps, accumulation=1, levels=1) -> tuple[float, int]:
     """Law 3: the worst gap, relative, of what the ranks put in against what the owners took out
     and what is left; and the number of tensors of which something is left.
 
@@ -257,9 +253,7 @@ def _full_gradients(engine: Any) -> dict[str, torch.Tensor]:
     return full
 
 
-def check_non_finite(
-    section: dict[str, Any], value: float, where: tuple[int, int, str], **options: Any
-) -> None:
+def check_non_finite(section, value, where, **options) -> None:
     """Law 4: one entry that is not finite, at a rank, micro-step and parameter, skips that step.
 
     Residuals are those before it, and losses after it those of a run in which its data never came.
@@ -305,9 +299,7 @@ def _without_step(section: dict[str, Any], left_out: int, **options: Any) -> lis
         return models.train(engine, "llama", 3, first=left_out + 1)
 
 
-def check_no_trace(
-    disturb: Callable[[Any], None], steps: int, section: dict[str, Any], **options: Any
-) -> None:
+def check_no_trace(disturb, steps, section, **options) -> None:
     """Check that an act between two steps changes no loss, weight, residual or skipped step."""
     results = []
     for act in (disturb, lambda engine: None):

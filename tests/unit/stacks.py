@@ -30,9 +30,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Some of them; `join` says how they follow each other."""
 
-    def __init__(
-        self, make: Callable[[], nn.Module], join: Callable[..., Tensor] | None = None, blocks=3
-    ) -> None:
+    def __init__(self, make, join=None, blocks=3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(make() for _ in range(blocks))
@@ -71,9 +69,7 @@ def backward(model: nn.Module) -> Sequence[Tensor]:
     return ()
 
 
-def results(
-    model: nn.Module, step: Callable[[nn.Module], Sequence[Tensor | None]], steps: int = 3
-) -> list[Tensor | None]:
+def results(model, step, steps=3) -> list[Tensor | None]:
     """Return results and gradients of several steps, and the model's state at the end."""
     found: list[Tensor | None] = []
     for seed in range(steps):

@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -49,10 +48,8 @@ def _some_inputs(model: nn.Module) -> list[Tensor]:
 
 
 def _in_another_thread(model: nn.Module) -> list[Tensor]:
-    loss = model(data())
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(model(data()).backward).result()
     return []
 
 

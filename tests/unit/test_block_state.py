@@ -18,18 +18,7 @@ from ds_ckpt.activation import snapshot
 from ds_ckpt.activation.checkpoint import Call
 from ds_ckpt.errors import RecomputeError, UnsupportedError
 from tests.unit import stacks
-from tests.unit.stacks import (
-    KINDS,
-    RECOMPUTED,
-    Block,
-    Stack,
-    around,
-    backward,
-    data,
-    put,
-    results,
-    same,
-)
+from tests.unit.stacks import KINDS, Block, Stack, around, backward, data, put, same
 from tests.unit.test_autograd_ways import Auxiliary, interleaved
 
 Inner = Callable[[Any, Tensor], Tensor]
@@ -388,13 +377,13 @@ REFUSED: dict[str, tuple[Callable[[], Stack], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@RECOMPUTED
+@stacks.RECOMPUTED
 def test_refused_with_the_blocks_name(what: str, kind: str) -> None:
     make, step, words = REFUSED[what]
     model = make()
     put(model, kind)
     with pytest.raises((UnsupportedError, RecomputeError), match=rf"blocks\.\d.*: found .*{words}"):
-        results(model, lambda m: step(m) or [])
+        stacks.results(model, lambda m: step(m) or [])
 
 
 @pytest.mark.parametrize("saved", ["weight", "view"])

@@ -15,18 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ckpt.compression import (
-    Codec,
-    Dense,
-    EntropyCoded,
-    Feedback,
-    Quantize,
-    TopK,
-    entropy_format,
-    quantize,
-    topk,
-    wire,
-)
+from ds_ckpt.compression import Codec, Dense, EntropyCoded, Quantize, TopK, quantize, topk, wire
+from ds_ckpt.compression.error_feedback import Feedback
 from ds_ckpt.compression.quantize import BITS, BLOCKS
 
 FP32 = torch.finfo(torch.float32)
@@ -286,7 +276,7 @@ def test_values_are_as_precise_as_their_format(fmt: Any, count: int) -> None:
 def test_long_tensors_are_sent_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = EntropyCoded(bits=1.0)
     for numel, segments in ((2500, 3), (3000, 3), (3001, 4)):
-        monkeypatch.setattr(entropy_format, "SEGMENT", 1000)
+        monkeypatch.setattr("ds_ckpt.compression.entropy_format.SEGMENT", 1000)
         values = gradient("rising", numel)
         payload, _, arrived = round_trip(codec, values)
         monkeypatch.undo()

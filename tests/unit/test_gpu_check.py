@@ -136,9 +136,7 @@ def test_loss_at_scale_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
         ("CUDA Version: 12.2 ", "12.8", "ran with DS_IGNORE_CUDA_DETECTION=1"),
     ],
 )
-def test_the_script_says_what_is_missing_and_writes_its_file(
-    driver: str | None, cuda: str, words: str, tmp_path: Path
-) -> None:
+def test_the_script_says_what_is_missing_and_writes_its_file(driver, cuda, words, tmp_path) -> None:
     """Without nvcc; stand-ins take the place of nvidia-smi and of a Python with torch for CUDA."""
     scripts, tools = tmp_path / "scripts", tmp_path / "tools"
     for folder in (scripts, tools, tmp_path / ".venv-gpu" / "bin"):

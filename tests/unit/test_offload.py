@@ -16,18 +16,8 @@ from ds_ckpt.activation.offload import BlockCall, Copies, InputStore
 from ds_ckpt.activation.policies import Policy, Rule, make_policy
 from ds_ckpt.errors import UnsupportedError
 from tests.architectures import batch, build
-from tests.unit.offload_models import (
-    CPU,
-    Boom,
-    LateCopies,
-    Model,
-    device_bytes,
-    equal,
-    grads,
-    host_bytes,
-    nothing_left,
-    put_on,
-)
+from tests.unit import offload_models
+from tests.unit.offload_models import CPU, LateCopies, Model, equal, grads, nothing_left, put_on
 from tests.unit.stacks import Stack
 
 INPUT_BYTES = 64 * 8 * 4
@@ -128,13 +118,14 @@ def test_device_memory_is_one_input_and_those_fetched_ahead(prefetch: int) -> No
     for handle in handles:
         handle.remove()
     assert [not ref.expired() for ref in refs] == [False] * 5 + [True]
-    assert (device_bytes(store), host_bytes(store)) == (INPUT_BYTES, 5 * INPUT_BYTES)
+    assert offload_models.device_bytes(store) == INPUT_BYTES
+    assert offload_models.host_bytes(store) == 5 * INPUT_BYTES
     most: list[int] = []
     reach = store.reach
 
     def reach_and_count(call: BlockCall) -> None:
         reach(call)
-        most.append(device_bytes(store))
+        most.append(offload_models.device_bytes(store))
 
     store.reach = reach_and_count  # type: ignore[method-assign]
     loss.backward()
@@ -307,7 +298,7 @@ def test_evaluation_leaves_nothing_behind(kind: str) -> None:
     assert store.counters.out.total() == 0
     for dropped in (False, True):
         loss = forward()
-        assert host_bytes(store) > 0
+        assert offload_models.host_bytes(store) > 0
         if not dropped:
             loss.backward()
         del loss
@@ -332,7 +323,7 @@ def test_an_exception_gives_everything_back(where: str, block: int, policy: str)
         calls += 1
         if calls == at:
             raise OSError("boom")
-        return Boom.apply(output) if where == "backward" else None
+        return offload_models.Boom.apply(output) if where == "backward" else None
 
     x = torch.randn(4, 8)
     plain = grads(model, x)

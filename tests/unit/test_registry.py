@@ -10,17 +10,7 @@ from pydantic import Field
 from test_exchange import Case, check_law_3
 from virtual import World, assemble
 
-from ds_ckpt.compression import (
-    Codec,
-    Expects,
-    LowRank,
-    Method,
-    Quantize,
-    TopK,
-    base,
-    methods,
-    register,
-)
+from ds_ckpt.compression import Codec, LowRank, Method, Quantize, TopK, base, methods, register
 from ds_ckpt.config import json_schema, parse
 from ds_ckpt.config.compression import exchange_settings, with_methods
 from ds_ckpt.config.verdicts import decisive
@@ -93,7 +83,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "cannot be the name"),
     "mute": ({"__annotations__": {"size": int}, "size": 3}, "mute.size needs"),
     "needy": (
-        {"__annotations__": {"size": Annotated[int, Expects("a number", "3")]}}
+        {"__annotations__": {"size": Annotated[int, base.Expects("a number", "3")]}}
         | {"size": Field(description="No default.")},
         "needy.size needs",
     ),

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,6 @@ from ds_ckpt.engine.guard import Guard
 from ds_ckpt.engine.step import StepState
 from ds_ckpt.engine.tuner import COUNTED_STEPS, RECHECK_STEPS, Tuner
 from ds_ckpt.exchange.exchange import AllToAllExchange
-from ds_ckpt.exchange.method_rules import Choose
 from ds_ckpt.lab.validate.virtual import VirtualWorld
 from ds_ckpt.telemetry.timings import ResidualStats
 
@@ -47,9 +45,7 @@ class Machine:
     factors: Factors = field(default_factory=Factors)
     metric: None = None
 
-    def average(
-        self, names: Sequence[str], tensors: list[Tensor], loss_scale=1.0, *, choose: Choose | None
-    ) -> list[Tensor]:
+    def average(self, names, tensors, loss_scale=1.0, *, choose) -> list[Tensor]:
         seconds = self.compressed_s if choose is None else self.uncompressed_s
         self._take("compressed" if choose is None else "uncompressed", seconds)
         self.last[names[0]] = self.modes[-1]
@@ -74,9 +70,7 @@ def _two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: t.mul_(2))
 
 
-def made(
-    machine: Machine, other: str = "deepspeed", current_step: Callable[[], int] = lambda: 1
-) -> StepState:
+def made(machine, other="deepspeed", current_step=lambda: 1) -> StepState:
     tuner = Tuner("gradients", ("compressed", other), torch.device("cpu"))
     tuner._clock = lambda: machine.now_s
     exchange: Any = machine

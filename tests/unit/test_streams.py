@@ -26,7 +26,7 @@ from ds_ckpt.weights import changes, lossless, transfer
 from ds_ckpt.weights.changes import Lossless, NodeLayout, Whole
 from ds_ckpt.zero3.gather import GatherHook
 from ds_ckpt.zero3.weights_hook import WeightsHook, _checksum
-from tests.pretended_gpu import DEVICE, HOST, Gpu, Stream, in_threads
+from tests.pretended_gpu import DEVICE, HOST, Gpu, in_threads
 
 
 def _copied_out(
@@ -134,9 +134,7 @@ def test_offload_is_ordered_and_waits_for_nothing(plain: Gpu, dropped: bool, pol
     assert not [place for place in plain.waits if "ds_ckpt" in place]
 
 
-def _on_nccls_stream(
-    gpu: Gpu, comm: Stream, collective: Callable[..., None]
-) -> Callable[..., None]:
+def _on_nccls_stream(gpu, comm, collective) -> Callable[..., None]:
     """A collective whose caller's stream waits for it, and no other."""
 
     def call(*given: Any) -> None:
@@ -291,9 +289,7 @@ class _Host:
     def all_to_all(self, out: Tensor, given: Tensor, receive: Any, send: Any) -> None:
         self.gpu.uncounted(self.transport.all_to_all)(out, given, receive, send)
 
-    def all_to_all_single(
-        self, out: Tensor, given: Tensor, receive: Any, send: Any, group: Any, async_op: bool
-    ) -> Any:
+    def all_to_all_single(self, out, given, receive, send, group, async_op) -> Any:
         """Exchange as NCCL does: on its own stream, which is recorded for the allocator."""
         self.all_to_all(out, given, receive, send)
         on_host = not hasattr(out, "inner")

@@ -11,23 +11,14 @@ from virtual import World
 
 from ds_ckpt.compression import Compressor, LowRank, Quantize, TopK
 from ds_ckpt.exchange.layout import ShardLayout
-from ds_ckpt.telemetry import Counters, CounterValues, Purpose, steps
+from ds_ckpt.telemetry import Counters, CounterValues, Purpose, steps, timings
 from ds_ckpt.telemetry.steps import Event, ExchangeSample, Interval, StepLog, line_of
-from ds_ckpt.telemetry.timings import (
-    EXPOSED,
-    SECTIONS,
-    Errors,
-    EventSpans,
-    Span,
-    Spans,
-    profiler_range,
-    step_parts,
-)
+from ds_ckpt.telemetry.timings import SECTIONS, EventSpans, Span, Spans, profiler_range, step_parts
 from tests.pretended_gpu import DEVICE, Gpu
 
 
 def test_errors_are_summed_by_method() -> None:
-    errors = Errors()
+    errors = timings.Errors()
     errors.add("a", before=16.0, after=4.0)
     errors.add("a", before=9.0, after=0.0)
     errors.add("b", before=0.0, after=0.0)
@@ -74,7 +65,7 @@ def test_no_moment_is_in_two_parts(spans: list[Span]) -> None:
     parts = step_parts(spans, Spans.waits)
     covered = {moment for s in spans for moment in range(int(s.start_s), int(s.end_s))}
     assert min(parts.values()) >= 0
-    assert sum(parts[name] for name in (*EXPOSED, "recompute")) <= len(covered)
+    assert sum(parts[name] for name in (*timings.EXPOSED, "recompute")) <= len(covered)
     assert parts["exchange"] <= parts["reduction"] <= len(covered)
 
 
@@ -202,9 +193,7 @@ def test_a_field_is_one_registered_function(tmp_path, monkeypatch) -> None:
 SECONDS = st.floats(1e-3, 10)
 
 
-def _interval(
-    recompute: float, exchange: float, work: float, *, compressed: bool, before: float | None
-) -> Interval:
+def _interval(recompute, exchange, work, *, compressed, before) -> Interval:
     waits = {"exchange": exchange, "gather": 3 * exchange, "weights": 0.0, "other": 0.0}
     parts = {**waits, "recompute": recompute, "reduction": exchange + work}
     counted = CounterValues({Purpose.REDUCE: 200, Purpose.GATHER_FORWARD: 600}, {}, {})

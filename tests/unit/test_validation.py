@@ -16,27 +16,13 @@ from ds_ckpt.cli import app
 from ds_ckpt.config import load_file, parse
 from ds_ckpt.config import verdicts as module
 from ds_ckpt.config.compression import CompressionConfig
-from ds_ckpt.config.verdicts import (
-    VerdictRecord,
-    decisive,
-    read_verdicts,
-    verdicts_on,
-    write_verdicts,
-)
+from ds_ckpt.config.verdicts import VerdictRecord, read_verdicts, verdicts_on, write_verdicts
 from ds_ckpt.errors import ConfigError, StateError
-from ds_ckpt.lab.validate import processes
+from ds_ckpt.lab.validate import experiment, processes
 from ds_ckpt.lab.validate.accuracy_report import accuracy_document
 from ds_ckpt.lab.validate.compare import MARGINS, Judgement, compare, exit_code
 from ds_ckpt.lab.validate.data import Examples
-from ds_ckpt.lab.validate.experiment import (
-    DENSE_CONTENDER,
-    Outcome,
-    Result,
-    RunPlan,
-    add_result,
-    read_candidates,
-    read_results,
-)
+from ds_ckpt.lab.validate.experiment import Outcome, Result, RunPlan, read_candidates, read_results
 from ds_ckpt.lab.validate.processes import run_processes
 from ds_ckpt.lab.validate.task import Task, TaskSpec
 from ds_ckpt.telemetry.timings import ResidualStats
@@ -78,18 +64,18 @@ def opened(kind: Any = "language", **sizes: Any) -> Task:
     return task
 
 
-def judged(
-    file: Path, dense: list[Outcome], ours: list[Outcome], kind="language", sent=250.0, **sizes: Any
-) -> Judgement:
+def judged(file, dense, ours, kind="language", sent=250.0, **sizes) -> Judgement:
     (candidate,) = read_candidates([file], "processes")
     plan = RunPlan(opened(kind, **sizes), [candidate], range(len(dense)), "processes")
     path = file.with_name("r.jsonl")
     path.unlink(missing_ok=True)
-    for one, outcomes in ((DENSE_CONTENDER, dense), (candidate, ours)):
+    for one, outcomes in ((experiment.DENSE_CONTENDER, dense), (candidate, ours)):
         for seed, found in enumerate(outcomes):
-            each = 1000.0 if one is DENSE_CONTENDER else sent
+            each = 1000.0 if one is experiment.DENSE_CONTENDER else sent
             key = plan.key(one, seed)
-            add_result(path, Result(key, one.name, found, each, {"torch": "2"}, "2026-01-01"))
+            experiment.add_result(
+                path, Result(key, one.name, found, each, {"torch": "2"}, "2026-01-01")
+            )
     return compare(plan, candidate, read_results(path), MARGINS[plan.task.spec.metric])
 
 
@@ -215,11 +201,11 @@ def test_runs_are_found_by_everything_they_depend_on(tmp_path, monkeypatch) -> N
 def test_a_torn_line_is_overwritten_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     result = Result("t", "x", outcome(2.0), 1.0, {}, "d")
-    add_result(path, result)
+    experiment.add_result(path, result)
     complete = path.read_bytes()
     path.write_bytes(complete + b'{"key": {"task"')
     assert read_results(path) == {"t": result}
-    add_result(path, dataclasses.replace(result, key="u"))
+    experiment.add_result(path, dataclasses.replace(result, key="u"))
     assert path.read_bytes().startswith(complete)
     assert set(read_results(path)) == {"t", "u"}
     path.write_text('{"other": 1}\n')
@@ -290,8 +276,8 @@ FOUR = {"method": "quantize", "quantize": {"bits": 4}}
 
 
 def record(section: CompressionConfig, **over: Any) -> VerdictRecord:
-    given = {"settings": decisive(section), "verdict": "equivalent", "task": "a task", "seeds": 5}
-    given |= {"workers": 2, "steps": 300, "margin": 0.005, "metric": "loss"}
+    given = {"settings": module.decisive(section), "verdict": "equivalent", "task": "a task"}
+    given |= {"seeds": 5, "workers": 2, "steps": 300, "margin": 0.005, "metric": "loss"}
     return read_verdicts(SHIPPED)[0].model_copy(update=given | over)
 
 

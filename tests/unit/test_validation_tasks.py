@@ -199,15 +199,9 @@ def test_another_process_with_another_hash_seed_gets_the_same(corpus) -> None:
     assert share == pytest.approx(workload.HELDOUT_SHARE, rel=0.2)
     assert len(corpus.train) > 1_000_000
     code = "from ds_ckpt.lab.workload import embedded_corpus as c; print(c().sha256)"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": "7", "LC_ALL": "C"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert run.stdout.strip() == corpus.sha256
+    command, environment = [sys.executable, "-c", code], {"PYTHONHASHSEED": "7", "LC_ALL": "C"}
+    said = subprocess.check_output(command, env=environment, text=True, timeout=120)
+    assert said.strip() == corpus.sha256
 
 
 def test_side_of_a_topic_does_not_hang_on_the_order_given() -> None:

@@ -66,9 +66,7 @@ class World:
 
         return self.virtual.run(work)
 
-    def hold(
-        self, names: Sequence[str], gradients: Sequence[Sequence[Tensor]], loss_scale: float = 1.0
-    ) -> list[list[Tensor]]:
+    def hold(self, names, gradients, loss_scale=1.0) -> list[list[Tensor]]:
         """Accumulate a micro-step whose exchange is deferred; arguments as for `reduce`."""
 
         def work(p: int) -> list[Tensor]:
