@@ -8,30 +8,14 @@ from torch import nn
 VOCAB = 48
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDE = {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
-_LLAMA = {
-    **_TOKENS,
-    **_WIDE,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-}
+_SIZES = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
+_LLAMA = {**_TOKENS, **_WIDE, **_SIZES}
 _NEOX = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "head_dim")}
-_OPT = {
-    **{k: v for k, v in _NEOX.items() if k != "intermediate_size"},
-    "ffn_dim": 40,
-    "word_embed_proj_dim": 16,
-}
-_BART = {
-    "d_model": 16,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "max_position_embeddings": 32,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": 2,
-    **_TOKENS,
-}
+_OPT = {k: v for k, v in _NEOX.items() if k != "intermediate_size"}
+_OPT |= {"ffn_dim": 40, "word_embed_proj_dim": 16}
+_BART = {"d_model": 16, "max_position_embeddings": 32, **_TOKENS}
+_BART |= {"encoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_start_token_id": 1}
+_BART |= {"decoder_attention_heads": 2, "decoder_ffn_dim": 40, "forced_eos_token_id": 2}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 _VIT = {"image_size": 16, "patch_size": 8, "num_labels": 3}
 _Kind = tuple[str, str, dict[str, Any], tuple[str, ...]]
@@ -92,10 +76,8 @@ def batch(kind: str, seed: int = 0) -> dict[str, Any]:
     """Inputs and labels that depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "vit":
-        return {
-            "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
-            "labels": torch.randint(0, 3, (2,), generator=generator),
-        }
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 3, (2,), generator=generator)}
     tokens = torch.randint(3, VOCAB, (2, 11), generator=generator)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0

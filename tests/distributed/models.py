@@ -16,16 +16,9 @@ from tests.unit.offload_models import equal as equal
 VOCAB = 64
 PLAIN = {"plain": "PlainBlock", "nested": "NestedBlock", "shared": "PlainBlock"}
 """Models without Hugging Face's hook, and the class of their blocks."""
-_TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
+_TINY = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 72, "use_cache": False}
+_TINY |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+_TINY |= {"num_hidden_layers": 3, "max_position_embeddings": 64}
 
 
 class PlainBlock(nn.Module):
@@ -115,11 +108,8 @@ def batch(kind: str, step: int, dp_rank: int) -> dict[str, torch.Tensor]:
     """Data that depends on the step and the process alone."""
     generator = torch.Generator().manual_seed(1000 * step + dp_rank)
     if kind in PLAIN:
-        width = 16 if kind == "shared" else 17
-        return {
-            "x": torch.randn(6, width, generator=generator),
-            "labels": torch.randint(0, 5, (6,), generator=generator),
-        }
+        x = torch.randn(6, 16 if kind == "shared" else 17, generator=generator)
+        return {"x": x, "labels": torch.randint(0, 5, (6,), generator=generator)}
     tokens = torch.randint(0, VOCAB, (2, 16), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -136,12 +126,8 @@ def zero3_config(
     **sections: Any,
 ) -> dict[str, Any]:
     """A ZeRO-3 configuration that behaves as for a model larger than memory at `reuse=0`."""
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": int(reuse),
-        "reduce_bucket_size": bucket,
-    }
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero |= {"stage3_max_reuse_distance": int(reuse), "reduce_bucket_size": bucket}
     if reuse == 0:
         zero["stage3_prefetch_bucket_size"] = 0
     if offload_optimizer:
@@ -149,17 +135,10 @@ def zero3_config(
     if offload_param:
         zero["offload_param"] = {"device": "cpu"}
     optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "optimizer": optimizer,
-        "zero_optimization": zero,
-    }
-    config.update(sections)
-    return config
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config |= {"gradient_clipping": clip, "optimizer": optimizer, "zero_optimization": zero}
+    return {**config, **sections}
 
 
 def topk_section(**compression: Any) -> dict[str, Any]:

@@ -100,13 +100,9 @@ def test_other_programs_traffic_moves_no_byte_and_is_reported(world2: Any, tmp_p
 
 def _measure(*options: str) -> str:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
+    command = [sys.executable, "-m", "ds_ckpt.cli", "measure", "--loopback", *options]
+    how = {"env": environment, "capture_output": True, "text": True}
+    result = subprocess.run(command, **how, timeout=580)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

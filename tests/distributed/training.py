@@ -109,17 +109,11 @@ def refused(*words: str, kind: type[Exception] = ds_ckpt.DsCkptError) -> Iterato
 def convert(folder: Path, tag: str) -> Path:
     """Convert the checkpoint `tag` of `folder` by DeepSpeed's program, as a user runs it."""
     universal = folder / f"{tag}_universal"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *("--input_folder", str(folder / tag)),
-            *("--output_folder", str(universal)),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(folder / tag), "--output_folder", str(universal)]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     return universal
 
 

@@ -106,17 +106,9 @@ def _tested(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
     environment.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     try:
-        run = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        how = {"cwd": tree, "env": environment, "stdin": subprocess.DEVNULL, **streams}
+        run = subprocess.run(command, **how, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return "caught", f"no end after {LIMIT_S:g} s"
     if run.returncode == 0:

@@ -22,10 +22,7 @@ BESIDE = "blocks beside a low rank"
 METHODS: dict[str, Compressor | None] = {
     "uncompressed": None,
     "owed": Dense(),
-    "8 bits": Quantize(bits=8),
-    "4 bits": Quantize(bits=4),
-    "3 bits": Quantize(bits=3),
-    "2 bits": Quantize(bits=2),
+    **{f"{bits} bits": Quantize(bits=bits) for bits in (8, 4, 3, 2)},
     "blocks": TopK(density=0.05, values="bf16"),
     "low rank": LowRank(2),
     BESIDE: TopK(density=0.05),

@@ -16,14 +16,9 @@ import pytest
 from ds_ckpt.config import parse
 from ds_ckpt.errors import ConfigError
 
-_SECTIONS = {
-    "a": "ds_ckpt.activation",
-    "c": "ds_ckpt.compression",
-    "w": "ds_ckpt.weights",
-    "t": "ds_ckpt.telemetry",
-    "d": "activation_checkpointing",
-    "z": "zero_optimization",
-}
+_OURS = ("activation", "compression", "weights", "telemetry")
+_SECTIONS = {name[0]: f"ds_ckpt.{name}" for name in _OURS}
+_SECTIONS |= {"d": "activation_checkpointing", "z": "zero_optimization"}
 GOLDEN = Path(__file__).with_name("golden")
 ROWS = (GOLDEN / "config_problems.txt").read_text().splitlines()
 CONFLICTS = (GOLDEN / "config_conflicts.txt").read_text().splitlines()

@@ -14,13 +14,8 @@ from ds_ckpt.lab.estimate.profile import blocks_of
 from tests.unit.estimate_models import Mixer, Stack
 from tests.unit.test_config_problems import config_of
 
-SIZES = Parameters(
-    counts=(1_000_001, 500, 2_000_000),
-    trainable=(1_000_001, 500),
-    largest_block=1_500_000,
-    itemsize=2,
-    hidden=100,
-)
+COUNTS: Any = {"counts": (1_000_001, 500, 2_000_000), "trainable": (1_000_001, 500)}
+SIZES = Parameters(**COUNTS, largest_block=1_500_000, itemsize=2, hidden=100)
 SHARD = 500_001 + 250
 IN_16_BITS = "enabled=true {0}.bf16_master_weights_and_grads=true {0}.bf16_optimizer_states=true"
 HALF = {"temporary_bytes": 2 * SHARD}

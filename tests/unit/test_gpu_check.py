@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from ds_ckpt.compression import Quantize
 
 CPU = torch.device("cpu")
 QUICK = ("versions", "codecs", "offload", "dropout")
+
+
+def _run(*command: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=gpu_check.ROOT, capture_output=True, text=True, **how)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -85,23 +90,15 @@ def test_a_file_is_written_without_a_gpu_and_when_time_is_up(tmp_path: Path) -> 
         (["--device=cpu", "--only", "alone", "--minutes=0"], 1, "not done after"),
     ):
         out = tmp_path / "found.json"
-        command = [sys.executable, "-m", "benchmarks.gpu_check", *more, f"--json={out}"]
-        ran = subprocess.run(
-            command, cwd=gpu_check.ROOT, capture_output=True, text=True, check=False
-        )
+        ran = _run(sys.executable, "-m", "benchmarks.gpu_check", *more, f"--json={out}")
         assert ran.returncode == status, ran.stderr
         assert words in out.read_text()
 
 
 def test_one_check_that_is_not_done_does_not_stop_the_others(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--json", str(out)]
-        + ["--only", "alone", "versions", "--limit-s", "0.1"],
-        cwd=gpu_check.ROOT,
-        capture_output=True,
-        text=True,
-    )
+    more = "--only", "alone", "versions", "--limit-s", "0.1", "--json", str(out)
+    ran = _run(sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", *more)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     checks = json.loads(out.read_text())["checks"]
     assert list(checks) == ["alone", "versions"]
@@ -114,7 +111,7 @@ def test_loss_at_scale_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     """Ten steps, the fewest: the rows train, and each is written down when it has ended."""
     command = [sys.executable, "benchmarks/loss_at_scale.py", "--device=cpu", "--minutes=0"]
     command += ["--hidden-size=64", "--layers=1", f"--results={tmp_path}/lines.jsonl"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = _run(*command)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [line["row"].split(",")[0] for line in lines] == [
@@ -154,13 +151,8 @@ def test_the_script_says_what_is_missing_and_writes_its_file(driver, cuda, words
         path.chmod(0o755)
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(tools / "python")}
     environment |= {"TORCH_CUDA": cuda, "HOME": str(tmp_path)}
-    ran = subprocess.run(
-        ["bash", str(scripts / "gpu_check.sh"), "--json", str(tmp_path / "found.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["bash", str(scripts / "gpu_check.sh"), "--json", str(tmp_path / "found.json")]
+    ran = _run(*command, env=environment)
     assert words in ran.stdout + ran.stderr, ran
     if not words.startswith("ran"):
         assert ran.returncode == 2

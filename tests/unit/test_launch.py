@@ -292,12 +292,8 @@ def leader(folder: Path, listener: Listener) -> Heartbeat:
 
 def launched(beats: int) -> tuple[int, str]:
     """Return the exit code and stderr of a process that ends after `beats`, or hangs after none."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHED, str(beats)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-c", LAUNCHED, str(beats)], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "watched\n"
     output = process.communicate(timeout=45)[1]

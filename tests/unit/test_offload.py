@@ -53,10 +53,7 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
 
 
 _POLICIES = {
-    "block": make_policy("block"),
-    "offload": make_policy("offload"),
-    "attention": make_policy("attention"),
-    "mlp": make_policy("mlp"),
+    **{name: make_policy(name) for name in ("block", "offload", "attention", "mlp")},
     "every_n": make_policy("every_n", every_n=2),
     "segments": make_policy("segments", segment_size=2),
     "selective": make_policy("selective", save_ops=("matmuls",)),

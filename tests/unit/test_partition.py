@@ -97,32 +97,12 @@ class Model(nn.Module):
 class On:
     """A model whose blocks are checkpointed, with what they are given split over the group."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: ThreadGroup,
-        *,
-        offload: bool = False,
-        policy: Policy | None = None,
-        min_bytes: int = 0,
-        offload_min_bytes: int = 0,
-        every: int = 100,
-        ahead: int = 1,
-        late: bool = True,
-    ) -> None:
-        self.group = group
-        self.copies = LateCopies() if late else Copies()
-        self.store = InputStore(
-            CPU,
-            self.copies,
-            offload=offload,
-            min_bytes=offload_min_bytes,
-            prefetch=2 * ahead,
-            owned=[*model.parameters(), *model.buffers()],
-        )
-        self.partition = Partition(
-            group, self.store, CPU, min_bytes=min_bytes, ahead=ahead, every=every
-        )
+    def __init__(self, model, group, *, offload=False, policy=None, late=True, **how) -> None:
+        self.group, how = group, {"min_bytes": 0, "every": 100, "ahead": 1, **how}
+        copies, owned = LateCopies() if late else Copies(), [*model.parameters(), *model.buffers()]
+        own = {"offload": offload, "min_bytes": 0, "prefetch": 2 * how["ahead"], "owned": owned}
+        self.store = InputStore(CPU, copies, **own)
+        self.partition = Partition(group, self.store, CPU, **how)
         policy = policy or Policy(modules=("Block",))
         units = make_units(model, policy)
         inputs = CheckpointedInputs(self.store, partition=self.partition, units=units)

@@ -18,12 +18,9 @@ from tests.unit.stacks import Stack
 
 SLOW = pytest.mark.slow
 POLICIES: dict[str, Policy] = {
-    "block": Policy(),
-    "attention": Policy(make_policy("attention")),
-    "mlp": Policy(make_policy("mlp")),
+    **{n: Policy(make_policy(n)) for n in ("block", "attention", "mlp", "selective")},
     "every_n": Policy(make_policy("every_n", every_n=3)),
     "segments": Policy(make_policy("segments", segment_size=3)),
-    "selective": Policy(make_policy("selective")),
     "rules": Policy(
         make_policy("block"),
         (

@@ -94,13 +94,8 @@ def test_nothing_is_distinguished_by_colour_alone() -> None:
 
 def test_three_digits_and_a_unit() -> None:
     numbers = {0.01234: "0.0123", 0.00001234: "0.0000", 0.0999999999: "0.100", math.inf: "-"}
-    sizes = {
-        0: "0",
-        1536: "1.50 KiB",
-        0.512 * units.MIB: "0.512 MiB",
-        23.94 * units.GIB: "23.9 GiB",
-    }
-    sizes |= {-200 * units.GIB: "-200 GiB"}
+    sizes = {0: "0", 1536: "1.50 KiB", 0.512 * units.MIB: "0.512 MiB"}
+    sizes |= {23.94 * units.GIB: "23.9 GiB", -200 * units.GIB: "-200 GiB"}
     counts = {999: "999", 8.8e9: "8.80 G", 1.3e15: "1.30 P"}
     for text, rows in ((units.number, numbers), (units.size, sizes), (units.count, counts)):
         assert {value: text(value) for value in rows} == rows

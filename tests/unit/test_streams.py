@@ -274,17 +274,11 @@ class _Host:
             **dict.fromkeys(("reload_states", "invalidate_secondary_tensor"), nothing),
         )
         self.gather_hook: Any = SimpleNamespace(around_post_step=None)
-        self.hook = WeightsHook(
-            self.optimizer,
-            {f"p{i}": param for i, param in enumerate(self.params)},
-            NodeLayout(self.world, 1, self.number, "inside"),
-            "between",
-            self.all_to_all_single,
-            self.codec,
-            Counters(),
-            self.gather_hook,
-            SimpleNamespace(before_forward=[]),  # type: ignore[arg-type]
-        )
+        layout, step = NodeLayout(self.world, 1, self.number, "inside"), self.gather_hook
+        way = layout, "between", self.all_to_all_single, self.codec, Counters(), step
+        forward: Any = SimpleNamespace(before_forward=[])
+        params = {f"p{i}": param for i, param in enumerate(self.params)}
+        self.hook = WeightsHook(self.optimizer, params, *way, forward)
 
     def all_to_all(self, out: Tensor, given: Tensor, receive: Any, send: Any) -> None:
         self.gpu.uncounted(self.transport.all_to_all)(out, given, receive, send)

@@ -72,10 +72,8 @@ def judged(file, dense, ours, kind="language", sent=250.0, **sizes) -> Judgement
     for one, outcomes in ((experiment.DENSE_CONTENDER, dense), (candidate, ours)):
         for seed, found in enumerate(outcomes):
             each = 1000.0 if one is experiment.DENSE_CONTENDER else sent
-            key = plan.key(one, seed)
-            experiment.add_result(
-                path, Result(key, one.name, found, each, {"torch": "2"}, "2026-01-01")
-            )
+            about = found, each, {"torch": "2"}, "2026-01-01"
+            experiment.add_result(path, Result(plan.key(one, seed), one.name, *about))
     return compare(plan, candidate, read_results(path), MARGINS[plan.task.spec.metric])
 
 
