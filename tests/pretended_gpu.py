@@ -56,13 +56,9 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnDevice:
+        form = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
         made: OnDevice = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
+            cls, inner.shape, **form, dtype=inner.dtype, device=DEVICE
         )
         made.inner = inner
         return made

@@ -154,14 +154,14 @@ def quantize_section(**compression: Any) -> dict[str, Any]:
     return topk_section(**{"method": "quantize", "quantize": {"bits": 4}, **compression})
 
 
-def start(kind: str, config: dict[str, Any], *, plugin: bool = True) -> Any:
-    """The engine of a fresh model, with or without the plugin."""
+def start(model: Any, config: dict[str, Any], *, plugin: bool = True, **more: Any) -> Any:
+    """The engine of a model, or of a fresh one of a kind, with or without the plugin."""
     import ds_ckpt
 
-    model = build(kind)
+    model = build(model) if isinstance(model, str) else model
     trainable = [p for p in model.parameters() if p.requires_grad]
     initialize = ds_ckpt.initialize if plugin else deepspeed.initialize
-    engine, *_ = initialize(model=model, model_parameters=trainable, config=config)
+    engine, *_ = initialize(model=model, model_parameters=trainable, config=config, **more)
     engine.train()
     return engine
 

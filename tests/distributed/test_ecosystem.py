@@ -183,13 +183,8 @@ def _second_engine(plans: tuple[str, str], way: str) -> dict[str, Any]:
     engines, losses = [], []
     with captured_log() as lines:
         for number, plan in enumerate(plans):
-            engine, *_ = ds_ckpt.initialize(
-                model=model,
-                model_parameters=list(model.parameters()),
-                config=models.zero3_config(reuse=0, **_sections(plan)),
-            )
+            engine = models.start(model, models.zero3_config(reuse=0, **_sections(plan)))
             engines.append(engine)
-            engine.train()
             for step in range(3):
                 data = _llama(step)
                 losses.append(_step(engine, data))

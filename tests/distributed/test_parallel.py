@@ -128,10 +128,7 @@ def engine_of(kind: str, sections: dict[str, Any], **options: Any) -> Iterator[A
         if kind == "accelerate":
             engine = _accelerated(model, config)
         else:
-            parameters = list(model.parameters())
-            engine, *_ = ds_ckpt.initialize(
-                model=model, model_parameters=parameters, config=config, **arguments
-            )
+            engine = models.start(model, config, **arguments)
         engine.train()
         try:
             yield engine

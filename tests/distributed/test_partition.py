@@ -55,9 +55,7 @@ def _auto(kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds=
     with tensor_parallel.auto_tp(size):
         model = _build(kind, dropout)
         config = models.zero3_config(reuse=0, tensor_parallel={"autotp_size": size}, **sections)
-        engine, *_ = ds_ckpt.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
+        engine = models.start(model, config)
         try:
             return _train(engine, kind, size, seeds)
         finally:
@@ -65,7 +63,6 @@ def _auto(kind: str, size: int, sections: dict[str, Any], *, dropout=0.0, seeds=
 
 
 def _train(engine: Any, kind: str, size: int, seeds: str) -> Any:
-    engine.train()
     session = ds_ckpt.session_of(engine)
     inputs: list[tuple[int, StorageWeakRef]] = []
 

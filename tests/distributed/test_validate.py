@@ -42,11 +42,8 @@ def _validated(config: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 def _started(config: dict[str, Any]) -> str:
     fresh()
-    model = models.build("llama")
     try:
-        engine, *_ = ds_ckpt.initialize(
-            model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config)
-        )
+        engine = models.start("llama", copy.deepcopy(config))
     except Exception as error:
         return str(error) or type(error).__name__
     with contextlib.suppress(Exception):

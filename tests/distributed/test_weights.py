@@ -141,15 +141,9 @@ def _of_one_zero_init(kind, sections, end, **options) -> tuple[list[list[float]]
     with deepspeed.zero.Init(config_dict_or_path=resident_config({}, **options)):
         two = [models.build(kind) for _ in sections]
     engines = [
-        ds_ckpt.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config=resident_config(section, **options),
-        )[0]
+        models.start(model, resident_config(section, **options))
         for model, section in zip(two, sections, strict=True)
     ]
-    for engine in engines:
-        engine.train()
     losses = [models.train(engine, kind, 2) for engine in engines]
     if end == "destroy":
         engines.pop(0).destroy()

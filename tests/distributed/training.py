@@ -38,14 +38,8 @@ def running(model, section=None, *, config=None, **options) -> Iterator[Any]:
     """
     if isinstance(model, str):
         fresh()
-        model = models.build(model)
     sections = {"ds_ckpt": section} if section else {}
-    engine, *_ = ds_ckpt.initialize(
-        model=model,
-        model_parameters=[p for p in model.parameters() if p.requires_grad],
-        config=config or models.zero3_config(**sections, **options),
-    )
-    engine.train()
+    engine = models.start(model, config or models.zero3_config(**sections, **options))
     try:
         yield engine
     finally:

@@ -83,14 +83,10 @@ def test_a_gradient_passes_six_files(method, values, files, local) -> None:
     way = Way()
 
     def work(p: int) -> None:
-        state = make_step_state(
-            settings,
-            world.transports[p],
-            world.virtual.transports[p],
-            settings.residuals(p, defers=False),
-            current_step=lambda: 1,
-            in_host=world.exchanges[p].in_host,
-        )
+        transports = world.transports[p], world.virtual.transports[p]
+        how = {"current_step": lambda: 1, "in_host": world.exchanges[p].in_host}
+        residuals = settings.residuals(p, defers=False)
+        state = make_step_state(settings, *transports, residuals, **how)
         hook: Any = GradientHook.__new__(GradientHook)
         vars(hook).update(optimizer=SimpleNamespace(loss_scale=1.0), names={0: "w"}, verify=None)
         vars(hook).update(exchange=state, counters=Counters())

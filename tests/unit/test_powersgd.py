@@ -243,10 +243,7 @@ def last_of_four(gradient: Tensor, rank: int, *, remembered: bool) -> float:
         for feedback in world.feedbacks:
             feedback.rollback()  # no residual: the factors alone decide
         for factors in world.factors:
-            if remembered:
-                factors.commit()
-            else:
-                factors.rollback()
+            (factors.commit if remembered else factors.rollback)()
     return float((assemble(shards, 0) - gradient.flatten()).norm() / gradient.norm())
 
 

@@ -203,13 +203,9 @@ def config_json(tmp_path: Path) -> Path:
 def test_a_directory_and_a_deepspeed_file(config_json: Path, tmp_path: Path) -> None:
     ds, target = tmp_path / "ds.json", tmp_path / "out.json"
     activation = {"policy": "every_n", "every_n": 2, "offload": True}
-    file = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000},
-        "ds_ckpt": {"activation": activation},
-        "train_micro_batch_size_per_gpu": 2,
-    }
+    file = {"bf16": {"enabled": True}, "optimizer": {"type": "SGD"}}
+    file |= {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
+    file |= {"ds_ckpt": {"activation": activation}, "train_micro_batch_size_per_gpu": 2}
     ds.write_text(json.dumps(file))
     result = _run(
         *(str(config_json.parent), "--config", str(ds), "--world", "4", "--batches", "1,2"),

@@ -450,18 +450,12 @@ def test_a_gather_is_ordered_behind_the_step() -> None:
                 gathered.append(shard * 1)
 
         of = "_PartitionedParameterCoordinator_"
-        coordinator = SimpleNamespace(
-            **{f"{of}_allgather_stream": gathers, f"{of}_all_gather_params_": gather},
-            release_sub_module=None,
-            fetch_sub_module=None,
-        )
+        parts = {f"{of}_allgather_stream": gathers, f"{of}_all_gather_params_": gather}
+        coordinator = SimpleNamespace(**parts, release_sub_module=None, fetch_sub_module=None)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        optimizer = SimpleNamespace(
-            parameter_offload=SimpleNamespace(get_param_coordinator=lambda: coordinator),
-            persistent_parameters=[],
-            backward_epilogue=nothing,
-            _post_step=nothing,
-        )
+        offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+        parts = {"persistent_parameters": [], "backward_epilogue": nothing, "_post_step": nothing}
+        optimizer = SimpleNamespace(parameter_offload=offload, **parts)
         GatherHook(optimizer, Counters(), share=False)
         for _ in range(2):
             shard.mul_(2)

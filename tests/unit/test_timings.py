@@ -152,14 +152,9 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path, caplog) -> Non
 
 def test_an_exchange_adds_its_times_and_its_errors(tmp_path: Path) -> None:
     energies, logged, norms = {"PowerSGD rank 4": (4.0, 1.0)}, list[Event](), [None, 4.0]
-    log = StepLog(
-        Counters(),
-        every_n_steps=3,
-        path=str(tmp_path / "t.jsonl"),
-        rank=0,
-        sample=lambda: ExchangeSample(energies, norms.pop(), True),
-        monitor=logged.extend,
-    )
+    how = {"every_n_steps": 3, "path": str(tmp_path / "t.jsonl"), "monitor": logged.extend}
+    sample = lambda: ExchangeSample(energies, norms.pop(), True)  # noqa: E731
+    log = StepLog(Counters(), rank=0, sample=sample, **how)
     for step in range(1, 7):
         log.step_ended(step)
     first, second = map(json.loads, (tmp_path / "t.0.jsonl").read_text().splitlines())

@@ -43,18 +43,13 @@ class World:
         options["dtype"] = self.residual_dtype
         self.feedbacks = [Feedback(**options, seed=p) for p in range(self.world)]
         self.factors = [Factors() for _ in range(self.world)]
+        members = [inside[p // self.local].transports[p % self.local] for p in range(self.world)]
+        sums = [InHostSum(one, self.columns) if self.local > 1 else None for one in members]
         self.exchanges = [
-            AllToAllExchange(
-                self.transports[p],
-                self.choose,
-                self.feedbacks[p],
-                self.factors[p],
-                accumulates=self.holds,
-                in_host=InHostSum(inside[p // self.local].transports[p % self.local], self.columns)
-                if self.local > 1
-                else None,
+            AllToAllExchange(of, self.choose, *state, accumulates=self.holds, in_host=in_host)
+            for of, in_host, *state in zip(
+                self.transports, sums, self.feedbacks, self.factors, strict=True
             )
-            for p in range(self.world)
         ]
 
     def reduce(self, names, gradients, loss_scale=1.0, choose=None) -> list[list[Tensor]]:
@@ -74,17 +69,14 @@ class World:
 
         return self.virtual.run(work)
 
-    def commit(self) -> None:
+    def commit(self, end: str = "commit") -> None:
         for state in (*self.feedbacks, *self.factors):
-            state.commit()
+            getattr(state, end)()
         for exchange in self.exchanges:
             exchange.reset_step()
 
     def rollback(self) -> None:
-        for state in (*self.feedbacks, *self.factors):
-            state.rollback()
-        for exchange in self.exchanges:
-            exchange.reset_step()
+        self.commit("rollback")
 
     def residual_sum(self, name: str, numel: int) -> Tensor:
         """Committed residuals of `name`, summed over processes in float64."""
