@@ -7,7 +7,6 @@ whose processes do not hold the same is refused in all of them.
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,14 +172,10 @@ def _megatron(mpu: Any, model: Any, sections: dict[str, Any], *, way: str = "ini
             over at the start.
     """
     config = models.zero3_config(reuse=0, **sections)
-    given = {"model": model, "model_parameters": list(model.parameters()), "config": config}
+    engine = models.start(model, config, plugin=way != "attach", mpu=mpu)
     if way == "attach":
-        engine, *_ = deepspeed.initialize(**given, mpu=mpu)
         engine.mpu = None
         ds_ckpt.attach(engine, mpu=mpu)
-    else:
-        engine, *_ = ds_ckpt.initialize(**given, mpu=mpu)
-    engine.train()
     return engine
 
 

@@ -137,15 +137,13 @@ def _unlike(rank_1: str) -> str:
     others = {"none": {}, "other": {"ds_ckpt": {"activation": {"policy": "mlp"}}}}
     is_other = dist.get_rank() == 1
     config = models.zero3_config(**(others.get(rank_1, BLOCK) if is_other else BLOCK))
-    plain = rank_1 == "stock" and is_other
-    initialize = deepspeed.initialize if plain else ds_ckpt.initialize
-    model = models.build("llama")
+    has_plugin = rank_1 != "stock" or not is_other
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(environment.WAIT_VARIABLE, "0.5")
         if rank_1 == "wire" and is_other:
             monkeypatch.setattr(wire, "VERSION", 99)
         try:
-            initialize(model=model, model_parameters=model.parameters(), config=config)
+            models.start("llama", config, plugin=has_plugin)
         except ds_ckpt.UnsupportedError as error:
             return str(error)
     return ""

@@ -177,11 +177,8 @@ AT_BOUNDARY = {"method": "dense", "exchange": {"when": "accumulation_boundary"}}
 def test_residuals_are_of_compressed_weights(section, steps, hosts, entry_bytes, on_host) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(10, 10))
-    file = {
-        "zero_optimization": {"stage": 3},
-        "gradient_accumulation_steps": steps,
-        "ds_ckpt": {"compression": section},
-    }
+    file: dict[str, Any] = {"gradient_accumulation_steps": steps, "zero_optimization": {"stage": 3}}
+    file |= {"ds_ckpt": {"compression": section}}
     states, _ = estimate(Parameters.of(model, []), file, 4, hosts)
     plain, _ = estimate(Parameters.of(model, []), {**file, "ds_ckpt": {}}, 4, hosts)
     found = (1_000_000 + 1110 * (section is AT_BOUNDARY)) * entry_bytes

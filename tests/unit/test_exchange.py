@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_codecs import codecs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from virtual import World, assemble
+from virtual import Operators, World, assemble
 
 from ds_ckpt.compression import Codec, Compressor, Dense, LowRank, TopK
 from ds_ckpt.compression.storage import QuantizedTensor
@@ -278,17 +277,6 @@ def test_one_collective_a_bucket_of_the_announced_size(case: Case, codec: Codec)
         assert transport.sent_bytes == expected
 
 
-class _Dots(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numels: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "aten::dot":
-            self.numels.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("size", [4, 32])
 def test_sizes_are_computed_once_whatever_the_ranks(size: int) -> None:
     """Not in each step, in autograd's thread between kernels."""
@@ -302,11 +290,11 @@ def test_sizes_are_computed_once_whatever_the_ranks(size: int) -> None:
 
 
 def test_a_squared_norm_is_of_fewer_entries_at_a_time_than_cuda_counts() -> None:
-    numel = 2**31 + 5
-    with _Dots() as dots:
+    numel, dots = 2**31 + 5, list[int]()
+    with Operators(lambda name, args: name == "aten::dot" and dots.append(args[0].numel())):
         _energy(torch.empty(numel, dtype=torch.float32, device="meta"))
-    assert max(dots.numels) < 2**31
-    assert sum(dots.numels) == numel
+    assert max(dots) < 2**31
+    assert sum(dots) == numel
 
 
 def test_an_empty_bucket_needs_no_collective() -> None:

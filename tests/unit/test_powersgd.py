@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_exchange import matrices
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from virtual import World, assemble
+from virtual import Operators, World, assemble
 
 from ds_ckpt.compression import Compressor, LowRank, TopK, powersgd
 from ds_ckpt.exchange.assignment import Assignment
@@ -167,31 +166,24 @@ def test_projections_and_products(rows: int, columns: int, data: st.DataObject, 
     torch.testing.assert_close(part, sent[start:stop], rtol=1e-5, atol=1e-6)
 
 
-class _Precisions(TorchDispatchMode):
-    """Settings of products while they run: a CPU without bf16 products computes in fp32 anyway."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.strip("_").endswith(("mm", "mm_", "mv", "bmm")):
-            self.seen.add(torch.backends.mkldnn.matmul.fp32_precision)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_products_are_in_fp32_and_the_programs_setting_is_put_back(precision: str) -> None:
     matrix, q, p = normal(300, 200), normal(200, 5), normal(300, 5)
     wide = matrix.double()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
-    chosen = torch.backends.mkldnn.matmul.fp32_precision
+    chosen, seen = torch.backends.mkldnn.matmul.fp32_precision, set[str]()
+
+    def see(name: str, _: Any) -> None:
+        """Note the setting: a CPU without bf16 products computes in fp32 anyway."""
+        if name.strip("_").endswith(("mm", "mm_", "mv", "bmm")):
+            seen.add(torch.backends.mkldnn.matmul.fp32_precision)
+
     try:
-        with _Precisions() as precisions:
+        with Operators(see):
             found = powersgd.project(matrix, q), powersgd.back_project(matrix, p)
             found += (powersgd.subtract_product_(matrix.clone(), p, q),)
-        assert precisions.seen == {"ieee"}
+        assert seen == {"ieee"}
         exact = wide @ q.double(), wide.T @ p.double(), wide - p.double() @ q.double().T
         for product, expected in zip(found, exact, strict=True):
             torch.testing.assert_close(product.double(), expected, rtol=1e-5, atol=3e-5)

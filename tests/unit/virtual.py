@@ -1,11 +1,12 @@
 """A data-parallel world inside the test's process: exchanges, residuals, and what they did."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ckpt.compression import Feedback
 from ds_ckpt.compression.powersgd import Factors
@@ -92,6 +93,18 @@ class World:
     def column(self, process: int, numel: int) -> LocalShard:
         """Return the entries of a tensor of `numel` entries that `process` exchanges."""
         return LocalShard(ShardLayout(numel, self.world), self.columns[process % self.local])
+
+
+class Operators(TorchDispatchMode):
+    """Calls `see` with the name and the arguments of each operator before it runs."""
+
+    def __init__(self, see: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see(func._schema.name, args)
+        return func(*args, **(kwargs or {}))
 
 
 def assemble(shards: Sequence[Sequence[Tensor]], tensor: int) -> Tensor:
