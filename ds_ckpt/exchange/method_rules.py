@@ -207,11 +207,13 @@ class ExchangeSettings:
         """
         if self.lossless and not defers:
             return None
-        dtype: ResidualDtype = "int8" if entries >= MANY_ENTRIES else "fp32"
+        enabled = self.error_feedback and not self.lossless
+        # else nothing would send later what int8 leaves out of the sums of micro-steps
+        dtype: ResidualDtype = "int8" if enabled and entries >= MANY_ENTRIES else "fp32"
         if self.residual_dtype != "auto":
             dtype = self.residual_dtype
         return Feedback(
-            enabled=self.error_feedback and not self.lossless,
+            enabled=enabled,
             accumulates=defers,
             dtype=dtype,
             device=self.residual_device,

@@ -227,12 +227,21 @@ def test_nccls_buffers_are_of_peers_on_the_node_and_of_groups_over_nodes(
 
 
 @pytest.mark.parametrize(
-    ("feedback", "gib", "expected"), [({}, 4, 8.0), ({}, 8, 2.0625), ({"dtype": "fp32"}, 8, 8.0)]
+    ("method", "feedback", "gib", "expected"),
+    [
+        ("quantize", {}, 4, 8.0),
+        ("quantize", {}, 8, 2.0625),
+        ("quantize", {"dtype": "fp32"}, 8, 8.0),
+        ("quantize", {"enabled": False}, 8, 4.0),
+        ("dense", {}, 8, 4.0),  # sums of micro-steps: nothing would send what int8 leaves out
+    ],
 )
-def test_residuals_of_many_entries_are_int8_by_default(feedback, gib, expected) -> None:
+def test_residuals_of_many_entries_are_int8_by_default(method, feedback, gib, expected) -> None:
     """2^29 entries a rank, or 2^30: an fp32 residual and its copy for rollback would take 8 GiB."""
-    section = {**QUANTIZED, "error_feedback": feedback}
+    section = {"method": method, "exchange": {"when": "accumulation_boundary"}}
+    section |= {"error_feedback": feedback} if feedback else {}
     file = {"zero_optimization": {"stage": 3}, "ds_ckpt": {"compression": section}}
+    file["gradient_accumulation_steps"] = 2
     shape = torch.Size([gib << 13, 1 << 14])
     parameters = dataclasses.replace(SIZES, shapes=[("w", shape)])
     states, _ = estimate(parameters, file, 2, None)
