@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_ckpt import environment
+from ds_ckpt import __version__, environment
 from ds_ckpt.compression import wire
 from ds_ckpt.config import PluginConfig, load_file, parse
 from ds_ckpt.engine.session import (
@@ -69,7 +69,8 @@ def attach(engine: Any, *, mpu: Any = None) -> Session:
 
 
 def _attach(engine: Any, config: PluginConfig, mpu: Any = None) -> Session:
-    _require_same_settings(f"wire format {wire.VERSION}, {config.summary()}")
+    versions = f"ds_ckpt {__version__}, wire format {wire.VERSION}"
+    _require_same_settings(f"{versions}, {config.summary()}")
     end_earlier_sessions(engine)
     return Session(engine, config, mpu)
 

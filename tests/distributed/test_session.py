@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import stage3
 import ds_ckpt
 from ds_ckpt import environment
 from ds_ckpt.compression import wire
+from ds_ckpt.engine import entry
 from ds_ckpt.zero3 import collectives
 from tests.distributed import models
 from tests.distributed.models import topk_section
@@ -142,6 +143,8 @@ def _unlike(rank_1: str) -> str:
         monkeypatch.setenv(environment.WAIT_VARIABLE, "0.5")
         if rank_1 == "wire" and is_other:
             monkeypatch.setattr(wire, "VERSION", 99)
+        if rank_1 == "version" and is_other:
+            monkeypatch.setattr(entry, "__version__", "9.9")
         try:
             models.start("llama", config, plugin=has_plugin)
         except ds_ckpt.UnsupportedError as error:
@@ -166,6 +169,7 @@ def test_a_rank_without_the_plugin_is_named_before_anything_waits() -> None:
         ("none", "plain DeepSpeed"),
         ("other", "checkpointing mlp"),
         ("wire", "wire format 99, checkpointing block"),
+        ("version", f"ds_ckpt 9.9, wire format {wire.VERSION}, checkpointing block"),
     ],
 )
 @ranks(2)
