@@ -22,7 +22,7 @@ EXAMPLES = {
     "schema": "ds-ckpt schema -o ds_ckpt.schema.json",
     "doctor": "ds-ckpt doctor",
     "profile": "ds-ckpt profile llama-7b --tokens 4096 --dtype bf16 --world 8 --limit-gib 80",
-    "plan": 'ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100, 100 Gbit/s" -o plan.json',
+    "plan": 'ds-ckpt plan llama-7b --cluster "4 nodes x 8 A100 80 GB, 100 Gbit/s" -o plan.json',
     "measure": "ds-ckpt measure -o runs/first --rates 50mbit,1gbit",
     "report": "ds-ckpt report runs/first",
     "validate-accuracy": "ds-ckpt validate-accuracy ds_configs/zero3_3bit.json --seeds 8",

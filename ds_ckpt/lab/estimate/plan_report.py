@@ -22,6 +22,7 @@ from ds_ckpt.lab.workload import RESIDENT
 from ds_ckpt.telemetry.units import GIB, number
 
 KINDS = "with ds_ckpt", "DeepSpeed alone"
+_ON_HOST = f"GiB of a node's host memory ({HOST_BYTES / GIB:.0f} assumed)"
 _LEAST = 5e-4
 """Smallest share of a sum that is shown."""
 
@@ -42,7 +43,9 @@ def print_plan(
     question, model, n = search.question, search.question.model, search.question.sequences
     batch = f"{n} sequence{'s' * (n > 1)} of {model.tokens} tokens per step"
     batch += " (assumed; yours: --batch)" * is_assumed
-    console.print(f"{model.name} on {question.cluster.text}; {batch}")
+    device, text = question.cluster.device.name, question.cluster.text
+    size = f" ({device} assumed)" * (device.replace(" ", "") not in text.replace(" ", ""))
+    console.print(f"{model.name} on {text}{size}; {batch}")
     other, is_ours = search.other(best), bool(best.setting.sections)
     simulated = [one for one in search.all if "step" in vars(one)]  # the shortest is among them
     over = best.step.seconds / min(one.step.seconds for one in simulated) - 1
@@ -55,7 +58,7 @@ def print_plan(
         pair = (other, best) if is_ours else (best, other)
         console.print(f"ds_ckpt {_difference(*pair, question.loss)}")
     hides = "; larger batches hide slow links" * (question.cluster.nodes > 1)
-    off = f" ({over:.1%} off)" * (over > _LEAST)
+    off = f" ({over:.1%} slower than the fastest found)" * (over > _LEAST)
     console.print(
         f"Simulated{hides}. Within {TIE:.0%} the closest to plain DeepSpeed is chosen{off}. "
         "More: --details"
@@ -83,7 +86,7 @@ def _difference(theirs: PlanOption, ours: PlanOption, loss: str) -> str:
         (theirs.step.seconds, ours.step.seconds, "s per step"),
         (theirs.step.link_bytes / 1e9, ours.step.link_bytes / 1e9, "GB over a node's link"),
         (theirs.needed_bytes / GIB, ours.needed_bytes / GIB, "GiB of memory"),
-        (theirs.host_bytes / GIB, ours.host_bytes / GIB, "GiB of host memory per GPU"),
+        (theirs.node_bytes / GIB, ours.node_bytes / GIB, _ON_HOST),
     ):
         if (change := abs(before - after)) > 0.005 * before:  # else 0%
             share = f" ({change / before:.0%})" if before and "GiB" not in words else ""
@@ -113,7 +116,7 @@ def _show_question(search: Search, console: Console) -> None:
 def _show_costs(best: PlanOption, console: Console) -> None:
     console.print("\nCosts of the chosen:", style="bold")
     blocks = ", ".join(f"{n} x {word}" for word, n in Counter(best.plan.choices).items())
-    console.print(f"  blocks: {blocks}; {best.host_bytes / GIB:.1f} GiB of host memory per rank")
+    console.print(f"  blocks: {blocks}; {best.node_bytes / GIB:.1f} {_ON_HOST}")
     console.print(
         f"  the accelerator waits for {best.step.waits_s:.3g} of {best.step.seconds:.3g} s"
     )
@@ -129,9 +132,10 @@ def _show_costs(best: PlanOption, console: Console) -> None:
 
 def _show_alternatives(search: Search, console: Console) -> None:
     console.print("\nAlternatives, by weights and gradients:", style="bold")
-    found: dict[tuple[str, str], list[PlanOption]] = defaultdict(list)
+    found: dict[tuple[str, str, bool], list[PlanOption]] = defaultdict(list)
     for one in search.all:
-        found[one.setting.weights, one.setting.method.name].append(one)
+        is_ours = bool(one.setting.sections)
+        found[one.setting.weights, one.setting.method.name, is_ours].append(one)
     for one in sorted(map(best_of, found.values()), key=lambda one: one.step.seconds):
         console.print(f"  {_line(search, one)}")
 

@@ -199,6 +199,11 @@ class PlanOption:
         return sum(self.memory.values())
 
     @property
+    def node_bytes(self) -> int:
+        """Host memory of a node."""
+        return self.host_bytes * self.machine.local
+
+    @property
     def rounded_bytes(self) -> int:
         """Add up the same, with memory for activations rounded up as the search does."""
         return self.needed_bytes + max(0, -self.plan.needed_bytes % STEP - self.memory[IN_UPDATE])
@@ -206,7 +211,7 @@ class PlanOption:
     @property
     def fits(self) -> bool:
         """Compare memory with its limits."""
-        fits_host = self.host_bytes * self.machine.local <= HOST_BYTES
+        fits_host = self.node_bytes <= HOST_BYTES
         return fits_host and self.needed_bytes <= self.capacity_bytes
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from ds_ckpt.errors import ConfigError, Problem
 from ds_ckpt.lab.hosts import probe
 
 HARDWARE = Path(__file__).with_name("hardware.json")
-EXAMPLE = "4 nodes x 8 A100, 100 Gbit/s"
+EXAMPLE = "4 nodes x 8 A100 80 GB, 100 Gbit/s"
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _NODES = r"(?i:([1-9]\d*) (?:node|host)s? x ([1-9]\d*) ([^,]+))"
 _RATE = rf"(?i:{_NUMBER} ?([GM])(?-i:b)(?:it/s|ps|/s))"
