@@ -52,13 +52,14 @@ def run(
 
 
 def check(
-    hostfile: Annotated[Path, file_option("Hostfile of the nodes; this machine is the first.")],
+    hostfile: Annotated[Path, file_option("Hostfile of the nodes; rank 0 is on the first one.")],
     port: Annotated[int, Option(min=1, max=65535, help="Port of rank 0.")] = 29500,
     ssh_port: Annotated[int | None, Option(min=1, max=65535, help="Port of sshd.")] = None,
 ) -> None:
     """Check the nodes of a hostfile: ssh, paths, versions, port, clocks, interfaces.
 
-    Exit 1 if a node cannot take part; every problem is printed with its remedy.
+    Run it where you will start `deepspeed`: nodes are reached from there. Exit 1 if a node cannot
+    take part; every problem is printed with its remedy.
     """
     from ds_ckpt.lab.hosts.backends import Hostfile
     from ds_ckpt.lab.hosts.launcher import check_hosts

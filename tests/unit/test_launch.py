@@ -198,8 +198,8 @@ def test_every_host_that_cannot_take_part_is_named() -> None:
     with pytest.raises(HostError) as caught:
         check_hosts(Hosts(a=(255, "", unknown), b=b, c=c))
     other, alike = caught.value.problems
-    assert (alike.where, alike.found) == ("b, c", "ssh: NODE.org: connect to NODE: refused")
-    assert "`ssh NODE true`" in alike.remedy
+    assert (alike.where, alike.found) == ("b, c", "ssh: B.org: connect to B: refused")
+    assert "`ssh b true`" in alike.remedy
     assert (other.where, "/etc/hosts" in other.remedy) == ("a", True)
 
 

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
         code, output = _try(hosts, name, argv)
         answered = time.time()
         if code == 255:
-            remedy = f"make `ssh {name} true` work without a password from the first node"
+            remedy = f"make `ssh {name} true` work without a password from this machine"
             if "resolve host" in output:
                 remedy = "correct the name in the hostfile, or add it to /etc/hosts"
             return Problem(name, output, "processes are started over ssh", remedy)
@@ -132,15 +132,15 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
 
 
 def _grouped(problems: Sequence[Problem]) -> list[Problem]:
-    """Join the nodes that have the same problem; in its text they are NODE."""
+    """Join the nodes that have the same problem; its text is the first one's."""
     by_texts: dict[tuple[str, ...], list[Problem]] = {}
     for problem in problems:
         name = rf"(?i)(?<![\w-]){re.escape(problem.where)}(?![\w-])"
         texts = (problem.found, problem.why, problem.remedy)
         by_texts.setdefault(tuple(re.sub(name, "NODE", text) for text in texts), []).append(problem)
     return [
-        Problem(", ".join(one.where for one in found), *texts) if found[1:] else found[0]
-        for texts, found in by_texts.items()
+        replace(found[0], where=", ".join(one.where for one in found))
+        for found in by_texts.values()
     ]
 
 
