@@ -56,7 +56,7 @@ def check(
     port: Annotated[int, Option(min=1, max=65535, help="Port of rank 0.")] = 29500,
     ssh_port: Annotated[int | None, Option(min=1, max=65535, help="Port of sshd.")] = None,
 ) -> None:
-    """Check the nodes of a hostfile: ssh, paths, versions, port, clocks, interfaces.
+    """Check the nodes of a hostfile: ssh, paths, versions, port, clocks, interfaces, GPUs.
 
     Run it where you will start `deepspeed`: nodes are reached from there. Exit 1 if a node cannot
     take part; every problem is printed with its remedy.
@@ -79,7 +79,7 @@ def check(
                 ".deepspeed_env"
             )
         ranks, state = where.counts[node.name], "; ".join(warnings) or "ok"
-        text = f"ranks {ranks}, interface {node.interface}; {state}"
+        text = f"ranks {ranks}, NVIDIA GPUs {node.gpus}, interface {node.interface}; {state}"
         by_text.setdefault(text, []).append(node.name)
     for text, names in by_text.items():
         typer.echo(f"{', '.join(names)}: {text}")

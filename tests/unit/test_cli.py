@@ -190,11 +190,13 @@ os.execvp("sh", ["sh", "-c", command])
 def test_nodes_of_a_hostfile_are_checked(tmp_path, monkeypatch, row) -> None:
     """Over an `ssh` that runs the command here; rows: what changes on node b, what is printed."""
     changes, _, said = row.partition(" :: ")
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     (tmp_path / "ssh").write_text(SSH.format(python=sys.executable))
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("ON_b", changes)
+    monkeypatch.setenv("ON_a", "/dev/nvidia=>/dev/no")
+    monkeypatch.setenv("ON_b", changes or "/dev/nvidia=>/dev/no")
+    monkeypatch.setenv("DS_ACCELERATOR", "" if re.search("slots|GPUs 2", said) else "cpu")
     port = str(free_port())
     result = run(app, ["hosts", "check", "--hostfile", str(tmp_path / "hosts"), "--port", port])
     assert result.exit_code == ("found" in said), result.output

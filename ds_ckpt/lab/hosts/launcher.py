@@ -28,7 +28,7 @@ import psutil
 
 from ds_ckpt.environment import clear_stale_locks
 from ds_ckpt.errors import DsCkptError, Problem
-from ds_ckpt.lab.hosts.backends import SSH_S, Backend, HostError, Prepared
+from ds_ckpt.lab.hosts.backends import SSH_S, Backend, HostError, Hostfile, Prepared
 from ds_ckpt.lab.hosts.heartbeat import JOB, Listener
 
 LOG = "launch.log"
@@ -37,7 +37,7 @@ _LOG_LINES = 40
 _POLL_S = 0.2
 _END_S = 8.0
 _REPORT = """
-import importlib.metadata, importlib.util, json, os, platform, socket, sys, time
+import glob, importlib.metadata, importlib.util, json, os, platform, socket, sys, time
 now, port, modules, folder = time.time(), int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
 missing = [m for m in modules if importlib.util.find_spec(m) is None]
 if missing:
@@ -64,7 +64,7 @@ except OSError:  # not Linux
     routes = []
 interface = next((r[0] for r in sorted(routes, key=lambda r: r[1] != "00000000")), "none")
 found = {"versions": versions, "time_s": now, "address": address, "interface": interface}
-print(json.dumps(found))
+print(json.dumps({**found, "gpus": len(glob.glob("/dev/nvidia[0-9]*"))}))
 """
 
 
@@ -81,6 +81,7 @@ class NodeReport:
     Attributes:
         ahead_s: Minimum lead of its clock over this one's, in seconds.
         address: Address of its own name, to which gloo binds; empty: the name has none.
+        gpus: Number of NVIDIA's devices.
     """
 
     name: str
@@ -88,6 +89,7 @@ class NodeReport:
     ahead_s: float
     address: str
     interface: str
+    gpus: int
 
 
 def check_hosts(hosts: Backend) -> list[NodeReport]:
@@ -121,6 +123,11 @@ def check_hosts(hosts: Backend) -> list[NodeReport]:
     nodes = [found for found in results if isinstance(found, NodeReport)]
     problems = [found for found in results if isinstance(found, Problem)]
     for node in nodes:
+        slots = hosts.counts.get(node.name, 0) if isinstance(hosts, Hostfile) else 0
+        if 0 < node.gpus < slots and os.environ.get("DS_ACCELERATOR") != "cpu":
+            found, why = f"slots={slots}, GPUs: {node.gpus}", "each rank needs a GPU of its own"
+            remedy = f"write at most slots={node.gpus}, or set DS_ACCELERATOR=cpu"
+            problems.append(Problem(node.name, found, why, remedy))
         for module, version in node.versions.items():
             if version != (wanted := nodes[0].versions[module]):
                 why = f"{nodes[0].name} has {wanted}, and ranks must run the same code"
