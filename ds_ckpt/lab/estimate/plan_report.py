@@ -44,7 +44,7 @@ def print_plan(
     batch = f"{n} sequence{'s' * (n > 1)} of {model.tokens} tokens per step"
     batch += " (assumed; yours: --batch)" * is_assumed
     device, text = question.cluster.device.name, question.cluster.text
-    size = f" ({device} assumed)" * (device.replace(" ", "") not in text.replace(" ", ""))
+    size = f" ({device})" * (device.replace(" ", "") not in text.replace(" ", ""))
     console.print(f"{model.name} on {text}{size}; {batch}")
     other, is_ours = search.other(best), bool(best.setting.sections)
     simulated = [one for one in search.all if "step" in vars(one)]  # the shortest is among them
@@ -56,7 +56,7 @@ def print_plan(
     console.print(f"{other_kind[0].upper()}{other_kind[1:]}: {words}")
     if other is not None:
         pair = (other, best) if is_ours else (best, other)
-        console.print(f"ds_ckpt {_difference(*pair, question.loss)}")
+        console.print(f"ds_ckpt {_difference(search, *pair)}")
     hides = "; larger batches hide slow links" * (question.cluster.nodes > 1)
     off = f" ({over:.1%} slower than the fastest found)" * (over > _LEAST)
     console.print(
@@ -80,7 +80,7 @@ def _line(search: Search, one: PlanOption) -> str:
     )
 
 
-def _difference(theirs: PlanOption, ours: PlanOption, loss: str) -> str:
+def _difference(search: Search, theirs: PlanOption, ours: PlanOption) -> str:
     found: dict[str, list[str]] = {"saves": [], "costs": []}
     for before, after, words in (
         (theirs.step.seconds, ours.step.seconds, "s per step"),
@@ -94,8 +94,13 @@ def _difference(theirs: PlanOption, ours: PlanOption, loss: str) -> str:
     method, (is_rounded, *_) = ours.setting.method, ours.setting.distance
     if is_rounded:
         margin = max((r.margin for r in method.records if r.metric == "loss"), default=0.0)
-        judged = f"loss within {margin:.1%} on small models" if loss == "equal" else "any loss"
+        judged = f"loss within {margin:.1%} on small models"
+        judged = judged if search.question.loss == "equal" else "any loss"
         found["costs"].append(f"rounded gradients ({judged})")
+        settings, step_s = method.settings, search.warm_up(ours).step.seconds
+        if settings and settings.warmup_steps and step_s > ours.step.seconds:
+            words = f"a warm-up of {settings.warmup_steps} steps of {number(step_s)} s"
+            found["costs"].append(words)
     if method.betas:
         found["costs"].append("other AdamW betas")
     parts = [f"{verb} {', '.join(changes)}" for verb, changes in found.items() if changes]

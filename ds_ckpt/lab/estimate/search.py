@@ -269,6 +269,10 @@ class Search:
         found = [one for one in self.all if bool(one.setting.sections) != is_ours]
         return best_of(found, BASELINE_TIE if is_ours else TIE) if found else None
 
+    def warm_up(self, one: PlanOption) -> PlanOption:
+        """Return it with DeepSpeed's own reduction of gradients."""
+        return self._candidate(replace(one.setting, method=PlanMethod(STOCK)), one.plan)
+
     def pairs(self) -> Iterator[tuple[str, PlanMethod]]:
         """Yield the weights and gradients that are tried together."""
         for kind in self.kinds:
