@@ -130,7 +130,8 @@ def commands() -> str:
 
 PYTHON = """## Python
 Public names of `import ds_ckpt`. Everything else is in the configuration, except [what a compressor
-needs](#python-for-a-compressor).
+needs](#python-for-a-compressor). Lines with `:::` are docstrings on the site; in a shell:
+`python -c 'import ds_ckpt.compression as c; help(c.Codec)'`.
 
 ::: ds_ckpt.engine.entry
     options:

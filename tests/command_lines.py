@@ -40,7 +40,9 @@ def check_command(command: str, *, named: bool = False) -> None:
     elif program == "pytest":
         _pytest(arguments)
     elif program in ("python", "python3"):
-        if arguments[:2] != ["-m", "venv"]:
+        if arguments[0] == "-c":
+            compile(arguments[1], command, "exec")
+        elif arguments[:2] != ["-m", "venv"]:
             _script(arguments)
     elif program == "pip":
         _pip(arguments)

@@ -12,11 +12,13 @@ feedback carries `values after` to the next step.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import product
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -88,7 +90,8 @@ class Codec(Compressor):
     def reduce_rows(self, payloads: Tensor, own: Tensor, scale: float) -> None:
         """Add the payloads of all other ranks to the owner's part, `own`, in place.
 
-        A codec may replace this sum. `own` is times `scale`, the loss scale, and so is the result.
+        A codec may replace this sum. `own` is this rank's `scale * gradient / world`, and the
+        result is `scale` times the mean over ranks. `scale` is the loss scale.
         """
         self.unpack_add_rows(payloads, own, scale)
 
@@ -163,28 +166,40 @@ def register(method: AnyMethod) -> AnyMethod:
 
 
 def _check_codec(codec: Any) -> None:
-    """Raise ValueError if a codec breaks its contract on rows of a few lengths."""
-    for numel in (1, 7, 1000):
+    """Raise ValueError if a codec breaks its contract on rows of a few lengths.
+
+    The last row is all zeros, or not finite, as in a step that will be skipped.
+    """
+    for numel, last in product((1, 7, 1000), (0.0, math.inf, math.nan)):
         size = codec.packed_bytes(numel)
         if size % 8:
             raise ValueError(f"{codec.name}.packed_bytes({numel}) is {size}, no multiple of 8")
-        before = torch.linspace(-1, 2, 2 * numel, dtype=torch.float32, device="cpu").view(2, numel)
-        after, again = before.clone(), before.clone()
-        out = torch.full((2, size), 0x55, dtype=torch.uint8, device="cpu")
+        before = torch.linspace(-1, 2, 3 * numel, dtype=torch.float32, device="cpu").view(3, numel)
+        before[2] = last
+        after, again, reduced = before.clone(), before.clone(), before.clone()
+        out = torch.full((3, size), 0x55, dtype=torch.uint8, device="cpu")
         other = torch.full_like(out, 0xAA)
         decoded = torch.zeros_like(before)
         try:
             codec.pack_rows(after, out)
             codec.pack_rows(again, other)
-            for row, into in zip(out, decoded, strict=True):
+            for row, into, own in zip(out, decoded, reduced, strict=True):
                 codec.unpack_add_rows(row[None], into)
+                codec.reduce_rows(row[None], own, 1.0)
         except Exception as error:
             raise ValueError(
-                f"{codec.name} fails with {numel} entries on the CPU: {error}"
+                f"{codec.name} fails on the CPU with {numel} entries, last row {last}: {error}"
             ) from error
+        if not math.isfinite(last):
+            continue
         if not out.equal(other):
             found = "wrote different bytes: some are unwritten, or random"
             raise ValueError(f"{codec.name}.pack_rows: two calls with {numel} entries {found}")
+        results = {"pack_rows": after, "unpack_add_rows": decoded, "reduce_rows": reduced}
+        for name, result in results.items():
+            if not result.isfinite().all():
+                why = f"gives inf or NaN for finite rows of {numel} entries, one of them all zeros"
+                raise ValueError(f"{codec.name}.{name} {why}")
         if not torch.allclose(after + decoded, before, atol=1e-5):
             raise ValueError(
                 f"{codec.name}.pack_rows loses a part of {numel} entries: values after it plus the "

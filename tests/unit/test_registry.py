@@ -108,6 +108,7 @@ def test_a_method_may_take_a_majority_vote() -> None:
     case = Case(3, [(50, 6)], torch.float32, 0)
     gradients = case.gradients()
     codecs = [methods()[name]().build() for name in ("sign", "vote")]
+    assert codecs[1].describe() == "majority vote of signs in blocks of 256"
     worlds = [World(3, lambda *_, codec=codec: codec) for codec in codecs]
     _, found = (assemble(world.reduce(case.names, gradients, 8.0), 0) for world in worlds)
     assert found.equal(8.0 * sum(gradient.sign() for (gradient,) in gradients).sign().flatten())
@@ -122,6 +123,14 @@ BROKEN: dict[str, dict[str, Any]] = {
     "no multiple of 8": {"packed_bytes": lambda self, numel: 4 + numel},
     "loses a part": {"pack_rows": lambda self, values, out: (out.zero_(), values.zero_())},
     "wrote different bytes": {"pack_rows": lambda self, values, out: values.zero_()},
+    "pack_rows gives inf or NaN": {
+        "pack_rows": lambda self, values, out: (
+            out.zero_(),
+            values.div_(values.norm(dim=1)[:, None]),
+        )
+    },
+    "reduce_rows gives inf": {"reduce_rows": lambda self, sent, own, scale: own.div_(own.norm())},
+    "row inf": {"pack_rows": lambda self, values, out: out.fill_(0 * int(values[2, 0]))},
 }
 
 
@@ -131,6 +140,8 @@ def test_register_refuses_a_codec_that_breaks_its_contract(sign: type[Method], w
     with pytest.raises(ValueError, match=word):
         register(type("Broken", (sign,), body))
     assert "broken" not in methods()
+    for codec in (method() for method in methods().values() if issubclass(method, Codec)):
+        base._check_codec(codec)
 
 
 def test_entry_points_of_other_packages_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,8 +186,9 @@ def read_candidates(files: Sequence[Path], mode: Mode = "virtual") -> list[Conte
                 "uncompressed training would be compared with itself: virtual workers only compress"
             )
             remedy = (
-                "compare checkpointing and the method dense with --processes 2, weights between "
-                "nodes with ds-ckpt measure --weights"
+                "leave this file out: the uncompressed runs are made for you. Compare "
+                "checkpointing and the method dense with --processes 2, weights between nodes "
+                "with ds-ckpt measure --weights"
             )
             raise ConfigError(Problem(str(path), "no lossy compression", why, remedy))
         found.append(candidate)
