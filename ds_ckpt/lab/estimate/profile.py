@@ -84,7 +84,10 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Profile:
-    """All results of the command; `schema` changes when a field is renamed or removed."""
+    """All results of the command; `schema` changes when a field is renamed or removed.
+
+    `is_planned`: the file's policy is not in `footprints`, as training plans it.
+    """
 
     model: str
     class_name: str
@@ -93,6 +96,7 @@ class Profile:
     footprints: tuple[Footprint, ...]
     notes: tuple[str, ...]
     limit_bytes: int | None = None
+    is_planned: bool = False
     schema: int = 5
 
     def total_bytes(self, footprint: Footprint) -> int:
@@ -246,6 +250,7 @@ def make_profile(options: Options, report: TextProgress = lambda text: None) -> 
     wanted = compared(options.policies, modules, configured)
     found = [footprints(subject, count, wanted, modules, report=report) for count in batches]
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    file = parse(options.config, source=options.source) if options.config is not None else None
     return Profile(
         model=options.model,
         class_name=type(model).__name__,
@@ -254,6 +259,7 @@ def make_profile(options: Options, report: TextProgress = lambda text: None) -> 
         footprints=tuple(itertools.chain(*found)),
         notes=(*assumptions, *notes),
         limit_bytes=options.limit_bytes,
+        is_planned=file is not None and file.activation.planned,
     )
 
 
@@ -313,7 +319,8 @@ def _with_file(options: Options) -> tuple[Options, dict[str, Any] | None, list[s
         activation = parse(options.config, source=options.source).activation
         section = lookup(options.config, ("ds_ckpt", "activation"))
         if activation.planned:
-            notes.append(f'policy "{activation.policy}": planned at the first batch of training')
+            why = f'policy "{activation.policy}" is planned at the first batch of training'
+            notes.append(f"configured: not computed here, {why} (ds-ckpt plan computes it)")
         elif activation.active:
             configured = dict(section) if section else {"policy": activation.policy}
         if activation.partition:

@@ -87,6 +87,8 @@ def _policies(profile: Profile) -> Table:
                 times(one.step.launches, none.launches),
             ]
         )
+    if profile.is_planned:
+        rows.insert(1, ["configured", *["-"] * (len(rows[0]) - 1)])
     memory = (*["on host"] * hosts, "saved", "peak", "with\nstates")
     return Table(("policy", "tokens\nx batch", *memory, "fits", "FLOPs", "launches"), rows)
 
