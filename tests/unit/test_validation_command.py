@@ -109,7 +109,7 @@ def test_a_user_s_text_and_a_record_beside_the_file(tmp_path: Path) -> None:
     assert (written.data, written.betas) == ("mine.txt", (0.7, 0.95))
     assert written.task.endswith("mine.txt, betas 0.7, 0.95, dense correction 0.3")
     assert verdicts_on(parse(load_file(file)).compression, beside=file)[0] == written
-    report = json.loads(run(app, ["validate", "--json", str(file)]).stdout)[0]
+    report = json.loads(run(app, ["validate", "--json", "--details", str(file)]).stdout)[0]
     assert report["accuracy"][0]["data"] == "mine.txt"
     words = report["accuracy_words"][1]  # after the heading
     assert all(word in words for word in ("mine.txt", written.verdict, "margin 0.5%"))
