@@ -34,6 +34,8 @@ def validate(
 ) -> None:
     """Check configuration files: print the active features, or problems with their remedies.
 
+    A file may also be a section for `ds-ckpt exec --section`.
+
     Both the plugin's rules and the installed DeepSpeed's own are applied, without ranks or a
     device. Lines "at start" are conditions that a launch checks. Exit 1 if any file has a problem.
     """
@@ -49,7 +51,7 @@ def validate(
 
 def check_file(path: Path, ranks: int | None = None, details: bool = False) -> dict[str, Any]:
     """Return the result of one file, as `--json` prints it."""
-    from ds_ckpt.config import load_file, parse
+    from ds_ckpt.config import PluginConfig, load_file, parse
     from ds_ckpt.config.paths import lookup
     from ds_ckpt.config.rules import conditions
     from ds_ckpt.config.verdicts import describe_accuracy, verdicts_on
@@ -63,7 +65,10 @@ def check_file(path: Path, ranks: int | None = None, details: bool = False) -> d
         # DeepSpeed logs to stdout, which --json needs
         with redirect_stdout(sys.__stderr__), _warnings_added_to(result["warnings"]):
             raw = load_file(path)
-            problems += _deepspeeds_problems(raw, ranks)
+            if raw and isinstance(raw, Mapping) and raw.keys() <= PluginConfig.model_fields.keys():
+                raw = {"zero_optimization": {"stage": 3}, "ds_ckpt": raw}  # of exec --section
+            else:
+                problems += _deepspeeds_problems(raw, ranks)
             config = parse(raw, source=str(path))
             verdicts = verdicts_on(config.compression, path)
             if config.active or config.telemetry.enabled:

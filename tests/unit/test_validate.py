@@ -93,6 +93,11 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
     assert found == [full(path) for path in expected.split()]
     keys = "train_micro_batch_size_per_gpu=1 z.offload_param.device=nvme optimizer.type=Adam"
     assert "ds_report" in answer(tmp_path, config_of(keys))["conditions"][0]
+    section = {"activation": {"policy": "block"}}
+    assert answer(tmp_path, section)["summary"] == "checkpointing block"
+    assert answer(tmp_path, section | {"weights": 1})["problems"][0]["where"] == full(
+        "ds_ckpt.weights"
+    )
     plain = {"optimizer": {"type": "SGD"}, "train_micro_batch_size_per_gpu": 1}
     assert answer(tmp_path, plain)["conditions"] == []
 
