@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ds_ckpt.fields import is_auto
+from ds_ckpt.patch import patched
 
 Keys = tuple[str, ...]
 _TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -97,7 +98,8 @@ def _check_engine_rules(settings: Any) -> None:
         raise ValueError(f"DeepSpeed does not recognize the scheduler {schedule}")
     if schedule:
         optimizer = optimizer or _light(torch.optim.AdamW)(weights)
-        _build(getattr(place, schedule), settings.scheduler_params, optimizer)
+        with patched(lr_schedules.logger, "disabled", True):  # they warn of their own first rate
+            _build(getattr(place, schedule), settings.scheduler_params, optimizer)
     if zero.stage == 3 and zero.reduce_scatter:
         if settings.gradient_predivide_factor != 1.0 or settings.prescale_gradients:
             raise ValueError("ZeRO-3 with reduce_scatter does not scale gradients beforehand")

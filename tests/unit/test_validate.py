@@ -33,12 +33,15 @@ def answer(tmp_path: Path, config: dict[str, Any], ranks: int | None = None) -> 
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_deepspeeds_refusals_by_path(tmp_path: Path, row: str) -> None:
+def test_deepspeeds_refusals_by_path(tmp_path: Path, monkeypatch: Any, row: str) -> None:
     keys, expected = read_row(row)
+    logged: list[Any] = []
+    monkeypatch.setattr("deepspeed.runtime.lr_schedules.logger.handle", logged.append)
     found = answer(tmp_path, config_of(f"train_micro_batch_size_per_gpu=2 a.policy=block {keys}"))
     words = {one["where"]: short(f"{one['why']} {one['remedy']}") for one in found["problems"]}
     assert words.keys() == {"$" if path == "$" else full(path) for path in expected}
     assert found["ok"] == (not expected)
+    assert "before it has started" not in str([record.msg for record in logged])
     for path, word in expected.items():
         assert word in words["$" if path == "$" else full(path)]
 
@@ -86,7 +89,9 @@ def test_what_a_start_decides_is_announced(tmp_path: Path) -> None:
         "w.deltas=lossless c.method=powersgd c.powersgd.rank=1000 c.exchange.levels=2 "
         'a.policy=block a.modules=["B"] pipeline.stages=2'
     )
-    found = [line.partition(": ")[0] for line in answer(tmp_path, config_of(keys))["conditions"]]
+    result = answer(tmp_path, config_of(keys))
+    assert "tensor-parallel group, if there is one" in result["summary"]
+    found = [line.partition(": ")[0] for line in result["conditions"]]
     expected = "pipeline ds_ckpt ds_ckpt.activation d.partition_activations ds_ckpt.compression "
     expected += "c.error_feedback.dtype c.powersgd.rank c.exchange.levels w.resident w.deltas "
     expected += "optimizer train_micro_batch_size_per_gpu"
