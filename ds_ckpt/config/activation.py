@@ -18,6 +18,7 @@ from ds_ckpt.fields import Expects, Name, Requires, Section, list_as_tuple
 
 _ON = Requires("activation.policy", not_in=("none",), suggest="block")
 _PLANNED = Requires("policy", values=("budget", "auto"))
+_NO_BUDGET = " within 90% of the accelerator's free memory"
 
 
 class _WithPolicy(Section):
@@ -118,7 +119,8 @@ class ActivationConfig(CheckpointedInputsConfig, _WithPolicy):
     def summary(self, blocks: str = "") -> str:
         """Describe the active settings in a few words; `blocks` follows the policy."""
         known = POLICIES.get(self.policy)
-        detail = f" within {self.budget_gib or 'all'} GiB for {self.budget_is_of}"
+        of = "activations" if self.budget_is_of == "activations" else "the accelerator"
+        detail = f" within {self.budget_gib:g} GiB for {of}" if self.budget_gib else _NO_BUDGET
         words = f"checkpointing {self.policy}"
         words += (self.settings().describe() if known else detail) + blocks
         rules = f", {len(self.rules)} rules" if self.rules else ""

@@ -154,7 +154,8 @@ def test_memory_that_a_budget_limits(policy: str, limits: str) -> None:
     config = activation(policy=policy, **section)
     assert config.planned
     assert config.budget_is_of == limits
-    assert limits in config.summary()
+    within = f"{section['budget_gib']:g} GiB for" if section else "90% of the"
+    assert re.search(f" within {within} .*{limits}", config.summary())
 
 
 def test_rules_become_compressors() -> None:
