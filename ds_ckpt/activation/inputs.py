@@ -200,6 +200,8 @@ class CheckpointedInputsConfig(Section):
             words += (
                 f", inputs{_from(self.partition_min_bytes)} split over the tensor-parallel group"
             )
+            # DeepSpeed's section asks for it without a group, too
+            words += "" if "partition" in self.model_fields_set else ", if there is one"
         return words
 
     @property

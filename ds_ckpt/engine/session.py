@@ -98,9 +98,8 @@ class Session:
         if config.activation.partition:
             required = "partition" in config.activation.model_fields_set
             self._group = find_group(engine, mpu, self.counters, required=required)
-            if self._group is None:
-                unsplit = config.activation.model_copy(update={"partition": False})
-                self.config = config = config.model_copy(update={"activation": unsplit})
+            split = config.activation.model_copy(update={"partition": self._group is not None})
+            self.config = config = config.model_copy(update={"activation": split})
         if config.activation.planned:
             self._detach.callback(CheckpointedBlocks(engine.module, units=[]).remove)
             held = self._exchange_memory
