@@ -81,15 +81,18 @@ class PluginConfig(Section):
         compresses = self.compression.method != "none"
         return self.activation.active or compresses or bool(self.weights.resident)
 
-    def summary(self, blocks: str = "") -> str:
-        """Describe the active settings in one line; `blocks` follows the policy."""
+    def summary(self, blocks: str = "", weights: str = "") -> str:
+        """Describe the active settings in one line.
+
+        `blocks` follows the policy; `weights` replaces the description of resident weights.
+        """
         parts = []
         if self.activation.active:
             parts.append(self.activation.summary(blocks))
         if self.compression.method != "none":
             parts.append(self.compression.summary())
         if self.weights.resident:
-            parts.append(self.weights.summary())
+            parts.append(weights or self.weights.summary())
         if self.telemetry.enabled:
             parts.append(f"telemetry every {self.telemetry.every_n_steps} steps")
         return "; ".join(parts) or "nothing switched on: plain DeepSpeed"

@@ -58,6 +58,7 @@ class ResidentWeights:
         nodes, mb = self.hook.layout.nodes, self.hook.nbytes / 1e6
         changes = f"changes sent {' or '.join(self.codecs)}"
         nccl = f", NCCL's buffers {self.nccl_bytes / 1e6:,.4g} MB" if self.nccl_bytes else ""
+        changes += ", if that shortens the step" if self.may_detach else ""
         return f"weights resident on each of {nodes} nodes, {mb:.4g} MB per rank{nccl}, {changes}"
 
     def step_ended(self, *, is_busy: bool) -> None:

@@ -288,18 +288,14 @@ class Session:
         self._gradient.exchange = NoCommunication(dist.get_world_size(group), dist.get_rank(group))
 
     def _describe(self) -> str:
-        off = {"resident": False} if self._gather and not self._resident else {}
-        weights = self.config.weights.model_copy(update=off)
+        unplaced = "weights not resident: all ranks share one node" if self._gather else ""
+        weights = self._resident.describe() if self._resident else unplaced
         blocks = f" on {self._blocks.describe()}" if self._blocks else ""
-        facts = [self.config.model_copy(update={"weights": weights}).summary(blocks)]
+        facts = [self.config.summary(blocks, weights)]
         if self._planning:
             facts.append("planned at the first training batch")
         if self.exchange:
             facts += self.exchange.describe()
-        if self._resident:
-            facts.append(self._resident.describe())
-        elif self.config.weights.resident and self._gather:
-            facts.append("weights not resident: all ranks share one node")
         return "ds_ckpt: " + "; ".join(facts)
 
 
