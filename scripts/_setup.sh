@@ -10,7 +10,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
-make_s=10 torch_s=35 packages_s=60 compile_s=75 # as long as they often take
+make_s=10 torch_s=35 packages_s=60 compile_s=75 # usual durations
 left_s=$((make_s + torch_s + packages_s + compile_s + ${after_s:-0}))
 
 fail() {
@@ -106,7 +106,7 @@ compile_all() {
 
 [ -x "$venv/bin/python" ] || make_venv
 "$venv/bin/python" -c 'import pip' 2>/dev/null ||
-  fail "$venv is not whole: making it was stopped, or its Python is gone." "Remove it: rm -r $venv"
+  fail "$venv is incomplete: making it was stopped, or its Python is gone." "Remove it: rm -r $venv"
 check_compiler
 stamp="$venv/.ds_ckpt-installed"
 # DeepSpeed looks for ninja on the PATH. The operator it compiles is kept with the environment:

@@ -67,7 +67,9 @@ def keys() -> str:
     lines += ["file against it and against DeepSpeed's own settings.", ""]
     lines += [_HEAD.format(source="the JSON Schema")]
     paths = _paths(schema)
-    for name, path in sorted(paths.items(), key=lambda item: (item[1][0] != "d", item[1])):
+    for name, path in sorted(
+        paths.items(), key=lambda item: (not item[1].startswith("ds_ckpt"), item[1])
+    ):
         section = schema["$defs"][name]
         lines += [f"## `{path}`", "", " ".join(section.get("description", "").split()), ""]
         lines += ["| key | value | default | what it does, and costs |", "|---|---|---|---|"]

@@ -55,8 +55,8 @@ def plan(
     other_output: Annotated[
         Path | None,
         typer.Option(
-            help="DeepSpeed JSON file to write: the best of the other kind, without ds_ckpt if "
-            "--output has it, else with it."
+            help="DeepSpeed JSON file to write: the best plan without ds_ckpt, or with it if "
+            "--output has none of it."
         ),
     ] = None,
     details: Annotated[
@@ -107,7 +107,7 @@ def plan(
             if path is None:
                 continue
             if one is None:
-                typer.echo(f"{path} is not written: nothing fits, {kind}", err=True)
+                typer.echo(f"{path} is not written: no plan fits {kind}", err=True)
                 continue
             file = deepspeed_file(question, one.setting, one.plan)
             text = json.dumps(file, indent=2) + "\n"

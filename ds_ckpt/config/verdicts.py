@@ -69,14 +69,14 @@ class VerdictRecord(BaseModel):
             low, high = (100 * bound for bound in self.interval)
             found = f"{low:+.2f} to {high:+.2f}{unit}"
         if not details:
-            return f"{self.verdict}, {found}: {self.task.partition(',')[0]}, {self.workers} ranks"
+            return f"{self.verdict}, {found}: {self.task.partition(',')[0]}, {self.workers} workers"
         found += f", margin {100 * self.margin:g}{unit}"
         if self.verdict == "inconclusive" and self.interval and self.interval[1] < self.margin:
             found += ": not worse by it"
         return (
             f"{self.verdict} ({found}; {self.fewer_bytes:.1f}x fewer gradient bytes) in "
             f"{self.task}, {self.model}, {self.seeds} seeds of {self.steps} steps, "
-            f"{self.workers} ranks"
+            f"{self.workers} workers"
         )
 
 

@@ -202,7 +202,7 @@ class SentBytes:
         facts = [f"{m} {number(mb)} MB (steps: {self._steps[m]})" for m, mb in mean.items()]
         if [*mean] == ["compressed"]:
             without = mean["compressed"] + self._gradients.sample().saved_bytes / MB
-            facts.append(f"uncompressed {number(without)} MB (computed)")
+            facts.append(f"in the gradients' own dtype {number(without)} MB (computed)")
         return f"gradients sent per rank and step: {', '.join(facts) or 'none yet'}"
 
 

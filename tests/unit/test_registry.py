@@ -130,6 +130,10 @@ BROKEN: dict[str, dict[str, Any]] = {
         )
     },
     "reduce_rows gives inf": {"reduce_rows": lambda self, sent, own, scale: own.div_(own.norm())},
+    "must be the sum": {
+        "uses_preconditioner": property(lambda self: True),
+        "reduce_rows": lambda self, sent, own, scale: None,
+    },
     "row inf": {"pack_rows": lambda self, values, out: out.fill_(0 * int(values[2, 0]))},
 }
 

@@ -340,7 +340,7 @@ def test_a_new_verdict_takes_the_old_one_s_place(shipped: Path) -> None:
     assert [(r.workers, r.verdict, r.seeds) for r in found] == [
         (2, "equivalent", 9), (8, "equivalent", 5),
     ]  # fmt: skip
-    assert found[1].describe(details=True).endswith("5 seeds of 300 steps, 8 ranks")
+    assert found[1].describe(details=True).endswith("5 seeds of 300 steps, 8 workers")
     open_above, open_below = (
         record(four, verdict="inconclusive", interval=interval).describe(details=True)
         for interval in ((-0.002, 0.006), (-0.006, 0.002))

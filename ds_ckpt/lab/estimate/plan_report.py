@@ -49,9 +49,9 @@ def print_plan(
     other, is_ours = search.other(best), bool(best.setting.sections)
     simulated = [one for one in search.all if "step" in vars(one)]  # the shortest is among them
     over = best.step.seconds / min(one.step.seconds for one in simulated) - 1
-    rank = "Fastest" if over <= _LEAST else "Chosen"
+    title = "Fastest" if over <= _LEAST else "Chosen"
     kind, other_kind = KINDS if is_ours else KINDS[::-1]
-    console.print(f"{rank}: {kind}, {_line(search, best)}", style="bold")
+    console.print(f"{title}: {kind}, {_line(search, best)}", style="bold")
     words = "nothing fits" if other is None else _line(search, other)
     console.print(f"{other_kind[0].upper()}{other_kind[1:]}: {words}")
     if other is not None:
@@ -97,10 +97,9 @@ def _difference(search: Search, theirs: PlanOption, ours: PlanOption) -> str:
         judged = f"loss within {margin:.1%} on small models"
         judged = judged if search.question.loss == "equal" else "any loss"
         found["costs"].append(f"rounded gradients ({judged})")
-        settings, step_s = method.settings, search.warm_up(ours).step.seconds
-        if settings and settings.warmup_steps and step_s > ours.step.seconds:
-            words = f"a warm-up of {settings.warmup_steps} steps of {number(step_s)} s"
-            found["costs"].append(words)
+        if steps := method.settings.warmup_steps if method.settings else 0:
+            step_s = search.during_warm_up(ours).step.seconds
+            found["costs"].append(f"a warm-up of {steps} steps of {number(step_s)} s")
     if method.betas:
         found["costs"].append("other AdamW betas")
     parts = [f"{verb} {', '.join(changes)}" for verb, changes in found.items() if changes]
@@ -119,7 +118,7 @@ def _show_question(search: Search, console: Console) -> None:
 
 
 def _show_costs(best: PlanOption, console: Console) -> None:
-    console.print("\nCosts of the chosen:", style="bold")
+    console.print("\nCosts of the chosen settings:", style="bold")
     blocks = ", ".join(f"{n} x {word}" for word, n in Counter(best.plan.choices).items())
     console.print(f"  blocks: {blocks}; {best.node_bytes / GIB:.1f} {_ON_HOST}")
     console.print(
@@ -162,7 +161,7 @@ def _show_left_out(search: Search, console: Console) -> None:
     for kind, reason in why.items():
         if kind not in search.kinds:
             console.print(f"  {placement(kind)}: {reason}")
-    console.print("  gradients but DeepSpeed's own with ZeRO-1, ZeRO-2 or hpZ: not supported")
+    console.print("  compressed gradients with ZeRO-1, ZeRO-2 or hpZ: not supported")
     for method in search.refused:
         found = (
             f"{r.verdict} in {r.task.split(',')[0]}, {r.workers} workers"

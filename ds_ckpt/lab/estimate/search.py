@@ -269,7 +269,7 @@ class Search:
         found = [one for one in self.all if bool(one.setting.sections) != is_ours]
         return best_of(found, BASELINE_TIE if is_ours else TIE) if found else None
 
-    def warm_up(self, one: PlanOption) -> PlanOption:
+    def during_warm_up(self, one: PlanOption) -> PlanOption:
         """Return it with DeepSpeed's own reduction of gradients."""
         return self._candidate(replace(one.setting, method=PlanMethod(STOCK)), one.plan)
 
@@ -475,7 +475,7 @@ class Search:
             on_host = found[-1].host_bytes + sum(b.offloaded_bytes for b in plan.blocks)
             on_host *= machine.local
             if fits := needed <= limit and on_host <= host_limit:
-                host = f", {on_host / GIB:.1f} of a node's host memory" * bool(zero)
+                host = f", {on_host / GIB:.1f} GiB of a node's host memory" * bool(zero)
                 remedies.append(f"{remedy} ({needed / GIB:.1f} GiB per rank{host})")
             return fits
 
