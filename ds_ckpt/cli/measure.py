@@ -24,7 +24,7 @@ DEMO_OPTIONS: dict[str, Any] = {
 }
 """Options of `measure --demo` that are not on the command line; `weights` on several nodes."""
 DEMO_S = 155.0
-"""Limit in seconds after which no repetition begins that would exceed it, from the fifth on."""
+"""Time limit of the demo in seconds: after four repetitions none begins that would exceed it."""
 
 
 def measure(

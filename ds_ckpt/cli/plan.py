@@ -56,7 +56,7 @@ def plan(
         Path | None,
         typer.Option(
             help="DeepSpeed JSON file to write: the best plan without ds_ckpt, or with it if "
-            "--output has none of it."
+            "the chosen plan has none of it."
         ),
     ] = None,
     details: Annotated[
@@ -107,7 +107,7 @@ def plan(
             if path is None:
                 continue
             if one is None:
-                typer.echo(f"{path} is not written: no plan fits {kind}", err=True)
+                typer.echo(f"{path} is not written: {kind}, no plan fits in memory", err=True)
                 continue
             file = deepspeed_file(question, one.setting, one.plan)
             text = json.dumps(file, indent=2) + "\n"

@@ -34,7 +34,7 @@ def validate(
 ) -> None:
     """Check configuration files: print the active features, or problems with their remedies.
 
-    A file may also be a section for `ds-ckpt exec --section`.
+    A section for `ds-ckpt exec --section` is checked as for ZeRO-3, by the plugin's rules only.
 
     Both the plugin's rules and the installed DeepSpeed's own are applied, without ranks or a
     device. Lines "at start" are conditions that a launch checks. Exit 1 if any file has a problem.

@@ -171,7 +171,7 @@ def _check_codec(codec: Any) -> None:
     The last row is all zeros, or not finite, as in a step that will be skipped.
     """
     if codec.uses_preconditioner and type(codec).reduce_rows is not Codec.reduce_rows:
-        raise ValueError(f"{codec.name}: with uses_preconditioner reduce_rows must be the sum")
+        raise ValueError(f"{codec.name}: uses_preconditioner excludes a reduce_rows of its own")
     for numel, last in product((1, 7, 1000), (0.0, math.inf, math.nan)):
         size = codec.packed_bytes(numel)
         if size % 8:

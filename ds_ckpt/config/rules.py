@@ -250,7 +250,7 @@ def misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(join("$", str(key)), show(value), why, f'rename it to "{section}"')
 
 
-FILLED = (
+FILLED_BY_HF = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
     "optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
     "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
@@ -263,7 +263,7 @@ NEVER_FILLED = (
     "torch_autocast.dtype data_types.grad_accum_dtype data_types.param_dtype vocabulary_size "
     "checkpoint.tag_validation tensor_parallel.autotp_size"
 )
-_FILL = "write a number, or train with the HF Trainer or accelerate, which fill it in"
+_FILL_REMEDY = "write a number, or train with the HF Trainer or accelerate, which fill it in"
 
 
 def _autos(config: Mapping[str, Any], keys: str) -> list[str]:
@@ -271,7 +271,7 @@ def _autos(config: Mapping[str, Any], keys: str) -> list[str]:
 
 
 def unfilled(config: Mapping[str, Any], given: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Yield each "auto" with which DeepSpeed fails; it takes any other for its default.
+    """Yield each "auto" on which DeepSpeed fails. It treats any other as its default.
 
     `given`: arguments of `deepspeed.initialize`; None: before a start, Hugging Face may fill it in.
     """
@@ -284,8 +284,8 @@ def unfilled(config: Mapping[str, Any], given: Mapping[str, Any] | None) -> Iter
     unread = tuple(f"$.{name.removeprefix('lr_')}." for name in passed)
     if "optimizer" not in passed | config.keys():  # inference
         unread = (*unread, "$.gradient_clipping")
-    if paths := [path for path in _autos(config, FILLED) if not path.startswith(unread)]:
-        yield Problem(", ".join(paths), '"auto"', f"{why}has filled it in", _FILL)
+    if paths := [path for path in _autos(config, FILLED_BY_HF) if not path.startswith(unread)]:
+        yield Problem(", ".join(paths), '"auto"', f"{why}has filled it in", _FILL_REMEDY)
 
 
 _NARROW = 512
@@ -305,7 +305,11 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
     needs = "needs a tensor-parallel group (an mpu)"
     nodes = "on several nodes needs"
     two_levels, compresses = compression.exchange.levels == 2, compression.method != "none"
-    theirs, nvme, autos = json.dumps({**config, "ds_ckpt": None}), '"nvme"', _autos(config, FILLED)
+    theirs, nvme, autos = (
+        json.dumps({**config, "ds_ckpt": None}),
+        '"nvme"',
+        _autos(config, FILLED_BY_HF),
+    )
     more = f" and {len(autos) - 1} more" if autos[1:] else ""
     others, elsewhere = theirs.count('"auto"') > len(autos), " elsewhere" if autos else ""
     attaches, floats = plugin.active or plugin.telemetry.enabled, precision(config)
@@ -337,7 +341,7 @@ def conditions(plugin: PluginConfig, config: Mapping[str, Any]) -> Iterator[str]
         *((True, f"$.{key}.enabled", "its package must be installed") for key in monitors),
         (_SEVERAL(config.get("train_batch_size")), "$.train_batch_size", "the ranks divide it"),
         (nvme in theirs, nvme, "needs DeepSpeed's operator async_io on every node (ds_report)"),
-        (autos, "".join(autos[:1]) + more, f'"auto": {_FILL}'),
+        (autos, "".join(autos[:1]) + more, f'"auto": {_FILL_REMEDY}'),
         (others, f'"auto"{elsewhere}', "DeepSpeed's default, if Hugging Face does not fill it in"),
     ):
         if holds:

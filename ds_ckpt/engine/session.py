@@ -266,7 +266,7 @@ class Session:
     def report(self, *args: Any, **kwargs: Any) -> str:
         """Return lines on activations, gradient bytes and autotune, with the plugin and without.
 
-        The arguments are a batch, whose activations are computed, without memory, in seconds.
+        Pass a batch as to the model. Its activations are traced on fake tensors, in seconds.
         """
         facts = [self._sent.describe()] if self._sent else []
         if self._blocks is not None:

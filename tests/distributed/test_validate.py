@@ -91,7 +91,7 @@ def trained_with_auto(keys: list[str]) -> list[str]:
 
 
 def test_deepspeed_fails_on_each_auto_that_a_start_refuses(world2: Any) -> None:
-    keys = [*rules.FILLED.split(), *rules.NEVER_FILLED.split()]
+    keys = [*rules.FILLED_BY_HF.split(), *rules.NEVER_FILLED.split()]
     others = ["bf16.enabled", "z.reduce_bucket_size", "scheduler.params.warmup_type"]
     assert world2.run(trained_with_auto, [*keys, *others], timeout=240)[0] == others
 

@@ -130,7 +130,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         )
     },
     "reduce_rows gives inf": {"reduce_rows": lambda self, sent, own, scale: own.div_(own.norm())},
-    "must be the sum": {
+    "excludes a reduce_rows": {
         "uses_preconditioner": property(lambda self: True),
         "reduce_rows": lambda self, sent, own, scale: None,
     },

@@ -202,7 +202,7 @@ def fake_copy(
             return kind(map(copied, value))
         if kind in (dict, OrderedDict):
             return kind((k, copied(v)) for k, v in value.items())
-        if isinstance(value, PatchedMethod):  # of a session's checkpointing
+        if isinstance(value, PatchedMethod):  # patched by a session
             return copied(value.original)
         if isinstance(value, types.MethodType) and id(value.__self__) in modules:
             return types.MethodType(value.__func__, modules[id(value.__self__)])

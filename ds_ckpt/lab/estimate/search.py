@@ -72,7 +72,7 @@ BUDGET, OWN = "budget", "the model's own"
 TIE = 0.06
 """Share of a step: the median error of predicted steps (docs/plan.md)."""
 BASELINE_TIE = 0.01
-"""The same for DeepSpeed alone beside a chosen plugin: what the plugin saves is not overstated."""
+"""Tie for the DeepSpeed baseline, so that what the plugin saves is not overstated."""
 TOKENS_EACH, ROWS_EACH = 1 << 14, 8
 """Default batch: tokens of an accelerator and step, or its rows if a batch has no token ids."""
 IN_UPDATE = "more, in the optimizer's step"
@@ -205,7 +205,7 @@ class PlanOption:
 
     @property
     def rounded_bytes(self) -> int:
-        """Add up the same, with memory for activations rounded up as the search does."""
+        """Needed bytes, with memory for activations rounded up as the search does."""
         return self.needed_bytes + max(0, -self.plan.needed_bytes % STEP - self.memory[IN_UPDATE])
 
     @property
